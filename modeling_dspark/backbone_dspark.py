@@ -1,0 +1,142 @@
+"""The draft backbone's layers: block queries that attend to the projected context and to their own block.
+
+In each layer keys and values are the projections of the context (the fused target features, which no layer changes)
+followed by those of the block; queries come from the block only, and attention inside the block is not causal.
+Nothing here knows of anchors, tokens, heads or losses.
+
+Shapes: `R` rows, `C` context positions, `Q` block positions (`K` when decoding, many packed blocks when training),
+`D` hidden size, `d` head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .cache_dspark import DSparkCache
+from .configuration_dspark import DSparkConfig
+
+
+class DSparkRMSNorm(Qwen3RMSNorm):
+    """RMS norm with a learned scale."""
+
+
+class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary embedding whose inverse frequencies stay in fp32 when the model is cast."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "DSparkRotaryEmbedding":
+        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            cast = getattr(self, name)
+            if cast.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(cast.device))
+        return self
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary position embeddings `cos`, `sin` `[R, N, d]` to `states` `[R, N, heads, d]`."""
+    return states * cos.unsqueeze(2) + rotate_half(states) * sin.unsqueeze(2)
+
+
+class DSparkAttention(nn.Module):
+    """Attention from the block to the context and the block."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        head_dim: int = config.head_dim  # type: ignore[assignment]  # filled in by the config
+        num_kv_heads: int = config.num_key_value_heads  # type: ignore[assignment]  # filled in by the config
+        self.head_dim = head_dim
+        self.num_key_value_groups = config.num_attention_heads // num_kv_heads
+        self.scaling = head_dim**-0.5
+        self.is_causal = False
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=bias)
+        self.q_norm = DSparkRMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = DSparkRMSNorm(head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: DSparkCache | None,
+    ) -> torch.Tensor:
+        rows, num_queries = hidden_states.shape[:2]
+        cos, sin = position_embeddings
+        sources = torch.cat([context, hidden_states], dim=1)
+        heads = (rows, -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(hidden_states).unflatten(-1, heads[1:]))
+        keys = self.k_norm(self.k_proj(sources).unflatten(-1, heads[1:]))
+        values = self.v_proj(sources).unflatten(-1, heads[1:])
+        queries = rotate(queries, cos[:, -num_queries:], sin[:, -num_queries:])
+        keys = rotate(keys, cos, sin)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attend(
+            self,
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+        )
+        return self.o_proj(output.reshape(rows, num_queries, -1))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm attention and feed-forward; the context passes by unchanged."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: DSparkCache | None,
+    ) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states),
+            context,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            cache=cache,
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def attention_bias(mask: torch.Tensor | None, implementation: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """Turn a boolean mask (`True` = may be read) into what the attention implementation takes."""
+    if implementation != "eager" or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+__all__ = ["DSparkAttention", "DSparkDecoderLayer", "DSparkRMSNorm", "DSparkRotaryEmbedding", "attention_bias"]

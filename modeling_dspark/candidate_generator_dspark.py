@@ -1,0 +1,219 @@
+"""Drafts for Transformers' own assisted-decoding loop (batch size 1).
+
+Each round the loop hands over the target's outputs; the generator turns them into context features, drafts a block,
+schedules how much of it is verified and cuts it where the text could end. Verification itself is elsewhere.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+
+from .cache_dspark import DSparkCache
+from .drafting_dspark import propose
+from .scheduling_dspark import resolve_settings, static_lengths
+from .target_dspark import hidden_state_indices, tapped_features
+
+
+@dataclass
+class RunStatistics:
+    """Counts of one `generate` call, kept on the host; the prefill, which drafts nothing, is not a round.
+
+    Attributes:
+        block_size (`int`): Draft slots of the drafter.
+        drafted (`list[int]`): Draft tokens made, one entry a round.
+        verified (`list[int]`): Draft tokens the target verified, one entry a round.
+        accepted (`list[int]`): Draft tokens kept, one entry a round.
+        new_tokens (`list[int]`): Tokens produced, bonus and replacement tokens included, one entry a round.
+    """
+
+    block_size: int
+    drafted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.new_tokens)
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a target forward after the prefill yields (tau): pooled over rounds, bonus tokens counted."""
+        return sum(self.new_tokens) / self.rounds if self.rounds else 0.0
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        """Draft tokens made at each slot."""
+        return self._reaching(self.drafted)
+
+    @property
+    def verified_by_position(self) -> list[int]:
+        """Draft tokens verified at each slot."""
+        return self._reaching(self.verified)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """Draft tokens kept at each slot."""
+        return self._reaching(self.accepted)
+
+    @property
+    def tried_by_position(self) -> list[int]:
+        """Rounds in which the slot was verified and all slots before it were kept."""
+        rounds = list(zip(self.verified, self.accepted, strict=True))
+        return [sum(v > slot and a >= slot for v, a in rounds) for slot in range(self.block_size)]
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Conditional acceptance at each slot (0 where it was never tried)."""
+        pairs = zip(self.accepted_by_position, self.tried_by_position, strict=True)
+        return [kept / tried if tried else 0.0 for kept, tried in pairs]
+
+    def extend(self, other: "RunStatistics") -> None:
+        """Pool the rounds of another call into this one."""
+        for name in ("drafted", "verified", "accepted", "new_tokens"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def _reaching(self, counts: list[int]) -> list[int]:
+        return [sum(count > slot for count in counts) for slot in range(self.block_size)]
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Candidate generator for `GenerationMixin._assisted_decoding`.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): The target whose outputs arrive each round.
+        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
+        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to drafts, each slot with its own prefix.
+        stopping_criteria ([`~transformers.StoppingCriteriaList`]): Of the call; drafts never run past their first hit.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ):
+        self.drafter, self.target = drafter, target
+        self.binding = drafter.bind(target)
+        self.settings = resolve_settings(generation_config, drafter.config)
+        self.statistics = RunStatistics(drafter.config.block_size)
+        self.ends_with_draft = False
+        self._is_prefill = True
+        self._do_sample = generation_config.do_sample
+        self._max_length = generation_config.max_length
+        self._logits_processor = logits_processor or None
+        self._content_criteria = [
+            criterion
+            for criterion in stopping_criteria or ()
+            if not isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
+        ]
+        self._cache: DSparkCache | None = None  # made at the first round
+        self._length = 0
+        self._counts = (0, 0)
+        # The user may want all hidden states; otherwise only the tapped ones are kept.
+        wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
+        indices = hidden_state_indices(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else indices}
+
+    def get_candidates(  # type: ignore[override]  # named arguments; `None` where nothing was drawn
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts after `input_ids` `[1, n]`: the extended ids and, when sampling, the logits `[1, l, V]` they came from.
+
+        With no drafts the logits are `None`, so that no slice `[-0:]` is ever taken of them. Syncs once, since the loop
+        needs the number of drafts.
+        """
+        num_new, self._length = input_ids.shape[1] - self._length, input_ids.shape[1]
+        self._counts, self.ends_with_draft = (0, 0), False
+        cap = min(self.settings.num_assistant_tokens, self._max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or cap <= 0:
+            return input_ids, None
+        features = self._new_features(model_kwargs or {}, model_outputs, num_new)
+        proposal = propose(
+            self.drafter,
+            self.binding,
+            features,
+            anchor_tokens=input_ids[:, -1],
+            cache=self._cache,  # type: ignore[arg-type]  # made by `_new_features`
+            num_tokens=cap,
+            do_sample=self._do_sample,
+            prefix_ids=input_ids,
+            logits_processor=self._logits_processor,
+        )
+        length = cap
+        if self.settings.schedule == "confidence":
+            # The settings refuse this schedule without a confidence head.
+            confidence: torch.Tensor = proposal.confidence  # type: ignore[assignment]
+            length = int(static_lengths(confidence, self.settings.confidence_threshold))
+        drafts = proposal.tokens[:, :length].to(input_ids.device)
+        length = self._cut_at_stop(input_ids, drafts)
+        self._counts = (cap, length)
+        if length == 0:
+            return input_ids, None
+        logits = None if proposal.logits is None else proposal.logits[:, :length]
+        return torch.cat([input_ids, drafts[:, :length]], dim=1), logits
+
+    def update_candidate_strategy(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,  # noqa: ARG002 - Transformers passes it
+        num_matches: Any,  # noqa: ARG002 - Transformers passes it
+    ) -> None:
+        """Count a finished round, from lengths alone (`num_matches` may sit on a device)."""
+        num_new = input_ids.shape[1] - self._length
+        drafted, verified = self._counts
+        self._counts = (0, 0)
+        if self._is_prefill:
+            self._is_prefill = False
+            return
+        ended = self.ends_with_draft and num_new == verified
+        self.statistics.drafted.append(drafted)
+        self.statistics.verified.append(verified)
+        self.statistics.accepted.append(num_new if ended else num_new - 1)
+        self.statistics.new_tokens.append(num_new)
+
+    def _new_features(
+        self, model_kwargs: dict[str, Any], outputs: Any, num_new: int
+    ) -> torch.Tensor:
+        """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
+        if self._cache is not None:
+            return tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)[:, :num_new]
+        features = tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)
+        attention_mask = model_kwargs.get("attention_mask")  # `None` when all ones
+        if attention_mask is not None:
+            features = features[:, attention_mask[0, : features.shape[1]].bool()]
+        self._cache = DSparkCache()
+        return features
+
+    def _cut_at_stop(self, input_ids: torch.Tensor, drafts: torch.Tensor) -> int:
+        """Number of drafts to verify so that the text cannot run past the token where it must end.
+
+        Greedy: the drafts before the first token at which a criterion fires; if they are all right, the target's own
+        next token is that token. Sampling: that token included, since whether a slot is verified must not depend on the
+        token drawn for it; verification then leaves out the bonus token (`ends_with_draft`).
+        """
+        for end in range(1, drafts.shape[1] + 1):
+            candidate = torch.cat([input_ids, drafts[:, :end]], dim=1)
+            if any(bool(criterion(candidate, None).any()) for criterion in self._content_criteria):
+                self.ends_with_draft = self._do_sample
+                return end if self._do_sample else end - 1
+        return drafts.shape[1]
+
+
+__all__ = ["DSparkCandidateGenerator", "RunStatistics"]

@@ -1,0 +1,115 @@
+"""Read a drafter's checkpoint strictly: this project's format and DeepSpec's, as published.
+
+A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values. The copies of the
+target's embedding and LM head that DeepSpec ships are dropped, since they are borrowed from the target.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from .configuration_dspark import DSparkConfig
+
+
+_COPIES_OF_TARGET = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
+_DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel",)
+_DEEPSPEC_MARKS = ("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers")
+_DEEPSPEC_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "attention_dropout", "dtype", "torch_dtype"),
+    *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
+_FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def load_checkpoint(
+    load: Callable[..., Any], model_class: Any, name_or_path: Any, *model_args: Any, **kwargs: Any
+) -> Any:
+    """Call `load` (Transformers' `from_pretrained`) and refuse anything but a complete drafter.
+
+    Raises:
+        ValueError: if the folder holds another model, a DeepSpec field is missing, a file is corrupt, or a tensor is
+            missing, unexpected or mis-shaped.
+    """
+    wants_info = kwargs.pop("output_loading_info", False)
+    if kwargs.get("config") is None and name_or_path is not None:
+        raw = _read_config(name_or_path, {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs})
+        if raw.get("model_type") != model_class.config_class.model_type:
+            kwargs["config"] = config_from_deepspec(raw, str(name_or_path), model_class.config_class)
+    ignored = model_class._keys_to_ignore_on_load_unexpected
+    model_class._keys_to_ignore_on_load_unexpected = _COPIES_OF_TARGET
+    kwargs["ignore_mismatched_sizes"] = True  # reported below, together with the rest
+    try:
+        model, info = load(name_or_path, *model_args, output_loading_info=True, **kwargs)
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # safetensors is not among the imports remote code may have
+            raise
+        raise ValueError(
+            f"A weight file of `{name_or_path}` is corrupt or truncated ({error}). Download or copy it again."
+        ) from error
+    finally:
+        model_class._keys_to_ignore_on_load_unexpected = ignored
+    _refuse_incomplete(info, str(name_or_path))
+    return (model, info) if wants_info else model
+
+
+def config_from_deepspec(raw: dict[str, Any], source: str, config_class: type = DSparkConfig) -> DSparkConfig:
+    """Configuration of a DeepSpec checkpoint (a flat copy of the target's, with DSpark's fields).
+
+    Args:
+        raw (`dict`): The content of its `config.json`.
+        source (`str`): Where it came from, for messages.
+        config_class (`type`, *optional*, defaults to [`DSparkConfig`]): Class to make.
+
+    Raises:
+        ValueError: if `raw` is not a DeepSpec drafter, or one with traits that are not supported.
+    """
+    missing = [name for name in _DEEPSPEC_MARKS if name not in raw]
+    if missing:
+        raise ValueError(
+            f"`{source}` is not a DSpark drafter: its config is of type {raw.get('model_type')!r} "
+            f"(architectures {raw.get('architectures')}) and lacks {missing}."
+        )
+    architectures = raw.get("architectures") or []
+    if not set(architectures) & set(_DEEPSPEC_ARCHITECTURES):
+        raise ValueError(
+            f"`{source}` has architectures {architectures}; of the DeepSpec drafters, {_DEEPSPEC_ARCHITECTURES} are read."
+        )
+    layer_types = set(raw.get("layer_types") or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ValueError(f"`{source}` has layer types {sorted(layer_types)}; only `full_attention` is supported.")
+    fields = {name: raw[name] for name in _DEEPSPEC_FIELDS if raw.get(name) is not None}
+    if fields["markov_rank"] == 0:
+        fields |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
+    return config_class(**fields)
+
+
+def _read_config(name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
+    path: str = cached_file(  # type: ignore[assignment]  # raises where there is none
+        name_or_path, "config.json", **file_arguments
+    )
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"The config.json of `{name_or_path}` is not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"The config.json of `{name_or_path}` is not a JSON object.")
+    return raw
+
+
+def _refuse_incomplete(info: dict[str, Any], source: str) -> None:
+    problems = []
+    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in info.get(name) or ())
+        if keys:
+            problems.append(f"{name.split('_')[0]}: {', '.join(keys)}")
+    if problems:
+        raise ValueError(f"The checkpoint `{source}` does not fit its configuration; {'; '.join(problems)}.")
+
+
+__all__ = ["config_from_deepspec", "load_checkpoint"]

@@ -1,0 +1,189 @@
+"""Draft one block for any number of rows: embed, backbone, base logits, then the heads from left to right.
+
+`propose` knows neither schedules nor verification; it returns what they need. The distribution a draft token is drawn
+from is the one that is returned.
+
+Shapes: `R` rows, `C` new context positions, `K` slots, `L` tapped layers, `D` hidden size, `V` vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .cache_dspark import DSparkCache
+from .heads_dspark import calibrated_confidence
+from .target_dspark import TargetBinding
+
+
+LogitsProcessor = Callable[..., torch.Tensor]  # (prefix ids, logits) -> logits
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts of one round.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, n)`): Draft tokens in the target's vocabulary.
+        logits (`torch.Tensor` of shape `(R, n, V)`, *optional*):
+            Logits of the distributions the tokens were drawn from (fp32, processed, `-inf` outside a reduced draft
+            vocabulary); `None` when greedy.
+        confidence_logits (`torch.Tensor` of shape `(R, n)`, *optional*): As the head returns them.
+        confidence (`torch.Tensor` of shape `(R, n)`, *optional*): Calibrated, `c_k`.
+        hidden_states (`torch.Tensor` of shape `(R, n, D)`): Backbone outputs.
+        base_logits (`torch.Tensor` of shape `(R, n, Vd)`): `U`, in the draft vocabulary.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
+    confidence: torch.Tensor | None
+    hidden_states: torch.Tensor
+    base_logits: torch.Tensor
+
+
+def draft_block(
+    drafter: Any,
+    binding: TargetBinding,
+    features: torch.Tensor,
+    *,
+    anchor_tokens: torch.Tensor,
+    cache: DSparkCache,
+    context_lengths: list[int] | None = None,
+) -> torch.Tensor:
+    """Run the backbone over one block a row and keep the new context: hidden states `[R, block_size, D]`.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        binding ([`TargetBinding`]): The target's embedding and LM head.
+        features (`torch.Tensor` of shape `(R, C, L * D)`): Features of tokens that are new to `cache`, left-aligned.
+        anchor_tokens (`torch.LongTensor` of shape `(R,)`): The last token of each row, not yet through the target.
+        cache ([`DSparkCache`]): Context so far; advanced by this call.
+        context_lengths (`list[int]`, *optional*): Real features in each row; `None` means all `C` in every row.
+    """
+    rows, num_context = features.shape[:2]
+    lengths = [num_context] * rows if context_lengths is None else context_lengths
+    config, device = drafter.config, drafter.device
+    noise = torch.full((rows, config.block_size), config.mask_token_id, device=device)
+    noise[:, 0] = anchor_tokens.to(device)
+    start = torch.tensor(cache.lengths, device=device)[:, None]
+    new = torch.tensor(lengths, device=device)[:, None]
+    positions = torch.cat(
+        [
+            start + torch.arange(num_context, device=device),
+            start + new + torch.arange(config.block_size, device=device),
+        ],
+        dim=1,
+    )
+    output = drafter(
+        noise_embeds=binding.embed(noise, like=drafter.norm.weight),
+        context_hidden_states=features.to(device=device, dtype=drafter.dtype),
+        position_ids=positions,
+        cache=cache,
+        context_lengths=lengths,
+    )
+    cache.advance(lengths)
+    return output.last_hidden_state
+
+
+@torch.no_grad()
+def propose(  # noqa: D417 - six arguments are those of `draft_block`
+    drafter: Any,
+    binding: TargetBinding,
+    features: torch.Tensor,
+    *,
+    anchor_tokens: torch.Tensor,
+    cache: DSparkCache,
+    context_lengths: list[int] | None = None,
+    num_tokens: int | None = None,
+    do_sample: bool = False,
+    prefix_ids: torch.Tensor | None = None,
+    logits_processor: LogitsProcessor | None = None,
+    generator: torch.Generator | None = None,
+) -> Proposal:
+    """Draft up to `num_tokens` tokens a row (design section 2, steps 2 to 4).
+
+    Args:
+        drafter, binding, features, anchor_tokens, cache, context_lengths: As for `draft_block`.
+        num_tokens (`int`, *optional*): Slots to draft, at most `block_size` (the default).
+        do_sample (`bool`, *optional*, defaults to `False`): Draw from `q` instead of taking its argmax.
+        prefix_ids (`torch.LongTensor` of shape `(R, n)`, *optional*):
+            Tokens up to and including the anchor, for `logits_processor`.
+        logits_processor (callable, *optional*): Called at each slot with that slot's own prefix, drafts included.
+        generator (`torch.Generator`, *optional*): Source of randomness of the draws.
+
+    Returns:
+        [`Proposal`]: the drafts and the distributions they come from.
+    """
+    block = draft_block(
+        drafter,
+        binding,
+        features,
+        anchor_tokens=anchor_tokens,
+        cache=cache,
+        context_lengths=context_lengths,
+    )
+    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens]
+    base_logits = binding.draft_logits(hidden)
+    previous, state = anchor_tokens.to(hidden.device), None
+    prefix = prefix_ids
+    tokens, logits, confidences = [], [], []
+    for slot in range(hidden.shape[1]):
+        step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
+        state = step.state
+        if logits_processor is None and not do_sample:
+            previous = drafter.to_target_ids(step.logits.argmax(dim=-1))
+        else:
+            processed = _processed(drafter.to_target_logits(step.logits), prefix, logits_processor)
+            previous = _pick(processed, do_sample, generator)
+            prefix = None if prefix is None else torch.cat([prefix, previous[:, None].to(prefix.device)], dim=1)
+            logits.append(processed)
+        tokens.append(previous)
+        confidences.append(step.confidence_logits)
+    return _proposal(drafter, hidden, base_logits, tokens, logits if do_sample else [], confidences)
+
+
+def _processed(
+    logits: torch.Tensor, prefix: torch.Tensor | None, logits_processor: LogitsProcessor | None
+) -> torch.Tensor:
+    """The user's processors on one slot `[R, V]`; a row they leave without any token proposes token 0 for certain."""
+    if logits_processor is None:
+        return logits
+    processed = logits_processor(prefix, logits)
+    empty = ~torch.isfinite(processed).any(dim=-1, keepdim=True)
+    certain = torch.full_like(processed, -torch.inf)
+    certain[:, 0] = 0.0
+    return torch.where(empty, certain, processed)
+
+
+def _pick(logits: torch.Tensor, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
+    if not do_sample:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+def _proposal(
+    drafter: Any,
+    hidden: torch.Tensor,
+    base_logits: torch.Tensor,
+    tokens: list[torch.Tensor],
+    logits: list[torch.Tensor],
+    confidences: list[torch.Tensor],
+) -> Proposal:
+    empty = hidden.new_empty(hidden.shape[0], 0)
+    confidence_logits = confidence = None
+    if drafter.confidence_head is not None:
+        confidence_logits = torch.stack(confidences, dim=1) if confidences else empty.float()
+        confidence = calibrated_confidence(confidence_logits, drafter.config.confidence_temperatures)
+    return Proposal(
+        tokens=torch.stack(tokens, dim=1) if tokens else empty.long(),
+        logits=torch.stack(logits, dim=1) if logits else None,
+        confidence_logits=confidence_logits,
+        confidence=confidence,
+        hidden_states=hidden,
+        base_logits=base_logits,
+    )
+
+
+__all__ = ["Proposal", "draft_block", "propose"]

@@ -1,0 +1,122 @@
+"""Builders of tiny random models: one target a family, and a drafter that fits any of them."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling_dspark import DSparkConfig, DSparkModel
+from training.initialization import set_draft_vocabulary
+
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+FAMILIES = {
+    "llama": ("llama", _COMMON),
+    "qwen2": ("qwen2", _COMMON),
+    "qwen3": ("qwen3", _COMMON),
+    "qwen3_moe": ("qwen3_moe", _COMMON | _MOE),
+    "mistral": ("mistral", _COMMON | {"sliding_window": 6}),
+    "gemma3": ("gemma3_text", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "gemma2": ("gemma2", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", _COMMON),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256,
+                      "bos_token_id": 1, "eos_token_id": 2}),
+}
+HYBRIDS = {
+    "qwen3_next": ("qwen3_next", _COMMON | _MOE | {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3, "partial_rotary_factor": 1.0}),
+    "lfm2": ("lfm2", {k: v for k, v in _COMMON.items() if k != "head_dim"} | {
+        "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_multiple_of": 8}),
+}
+
+
+def tiny_target(family: str, seed: int = 0, **overrides):
+    """A random target of a family, with weights large enough that its greedy text varies."""
+    model_type, fields = (FAMILIES | HYBRIDS)[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **(fields | overrides))
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.6 if "embed" in name or "wte" in name or "lm_head" in name else 0.25)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def tiny_drafter(target, seed: int = 1, *, draft_token_ids=None, **fields) -> DSparkModel:
+    """A random drafter that fits `target`; every tensor is random, so no branch is silently zero."""
+    text = target.config.get_text_config()
+    config = DSparkConfig(
+        **(
+            {
+                "vocab_size": text.vocab_size,
+                "hidden_size": text.hidden_size,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "block_size": 4,
+                "target_layer_ids": [0, 1, 2],
+                "num_target_layers": text.num_hidden_layers,
+                "mask_token_id": 3,
+                "markov_rank": 8,
+                "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
+                "pad_token_id": text.pad_token_id,
+                "bos_token_id": text.bos_token_id,
+                "eos_token_id": text.eos_token_id,
+                "max_position_embeddings": 256,
+            }
+            | fields
+        )
+    )
+    torch.manual_seed(seed)
+    drafter = DSparkModel(config).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.normal_(1.0, 0.1)
+    if draft_token_ids is not None:
+        set_draft_vocabulary(drafter, torch.tensor(draft_token_ids))
+    return drafter
+
+
+def script(drafter: DSparkModel, reference: list[int], wrong_every: int = 3) -> DSparkModel:
+    """Make a batch-1 drafter propose `reference` (the text without padding), every `wrong_every`-th draft spoilt.
+
+    Random drafts are almost always rejected; a scripted drafter exercises long accepted blocks.
+    """
+    real_forward, real_step = drafter.forward, drafter.head_step
+    state = {"index": 0, "calls": 0}
+
+    def forward(*args, cache=None, context_lengths=None, **kwargs):
+        state["index"] = cache.lengths[0] + context_lengths[0] + 1  # of the token that slot 0 predicts
+        return real_forward(*args, cache=cache, context_lengths=context_lengths, **kwargs)
+
+    def head_step(*args, **kwargs):
+        step = real_step(*args, **kwargs)
+        token = reference[state["index"]] if state["index"] < len(reference) else 5
+        state["index"] += 1
+        state["calls"] += 1
+        if state["calls"] % wrong_every == 0:
+            token = (token + 1) % VOCAB
+        boost = torch.zeros_like(step.logits)
+        boost[..., token] = 100.0
+        return step._replace(logits=step.logits + boost)
+
+    drafter.forward, drafter.head_step = forward, head_step
+    return drafter

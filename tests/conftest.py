@@ -1,0 +1,48 @@
+"""Tiny random targets and drafters, built in the test: nothing is downloaded."""
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from modeling_dspark import DSparkModel  # noqa: E402
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def golden_target():
+    return AutoModelForCausalLM.from_pretrained(FIXTURES / "target_qwen3").eval()
+
+
+@pytest.fixture(scope="session")
+def golden_drafter():
+    return DSparkModel.from_pretrained(FIXTURES / "a_vanilla_confM" / "draft").eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """A byte-level tokenizer of one character a token, over the tiny vocabulary."""
+    import string
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "!?#" + string.ascii_letters + string.digits
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters[:61])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", bos_token="?", eos_token="#")

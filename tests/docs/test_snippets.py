@@ -1,0 +1,185 @@
+"""What the documentation shows works: its Python blocks run, its commands parse, its names exist.
+
+The Python blocks of a page run in order, in one process that has not imported this package, in a folder with a packaged
+drafter in `build/`. A block that cannot run is preceded by a line `<!-- not run: reason -->`.
+"""
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import typer
+from transformers import HfArgumentParser
+
+from hub_upload.package import package
+from modeling_dspark import DSparkConfig, DSparkModel
+
+
+ROOT = Path(__file__).parents[2]
+DRAFTER = ROOT / "hub_upload" / "repos" / "dspark-smollm2-135m-instruct"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES_WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+
+_FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line its text starts at (from 0), and whether it is to be run."""
+
+    language: str
+    text: str
+    line: int
+    runs: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    content = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            match["language"],
+            match["text"],
+            line=content.count("\n", 0, match.start("text")),
+            runs=_NOT_RUN.search(content, 0, match.start()) is None,
+        )
+        for match in _FENCE.finditer(content)
+    ]
+
+
+def script_of(page: Path) -> str:
+    """All Python blocks of a page at the lines they have there, so that a traceback points into the page."""
+    lines: list[str] = []
+    for block in blocks_of(page):
+        if block.language == "python" and block.runs:
+            lines += [""] * (block.line - len(lines))
+            lines += block.text.splitlines()
+    return "\n".join(lines)
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Command lines in bash blocks, continuations joined, and `make ...` in running text."""
+    content = page.read_text(encoding="utf-8")
+    for block in blocks_of(page):
+        if block.language == "bash":
+            yield from block.text.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"`(make [^`\n]+)`", _FENCE.sub("", content))
+
+
+def check_command(command: str) -> None:
+    """Parse a command as its program would, without running it; an unknown flag, target or module is an error."""
+    words = shlex.split(command, comments=True)
+    if words[:1] == ["make"]:
+        targets = [word for word in words[1:] if "=" not in word]
+        known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(targets) <= set(known), f"`{command}`: the Makefile has {known}"
+    elif words[:2] == ["python", "-m"]:
+        check_module(words[2], words[3:])
+
+
+def check_module(name: str, arguments: list[str]) -> None:
+    if name == "hub_upload":
+        group = typer.main.get_command(importlib.import_module("hub_upload.__main__").app)
+        group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+        return
+    module = importlib.import_module(name)
+    if name == "training.train":
+        module.parse_arguments(arguments)
+    elif name == "training.regenerate":
+        HfArgumentParser(module.RegenerateArguments).parse_args_into_dataclasses(arguments)
+    else:
+        assert name.startswith("benchmarks."), f"`python -m {name}` is not a command of this repository"
+        module.parse_options(arguments)
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory):
+    """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
+    folder = tmp_path_factory.mktemp("docs")
+    package(DRAFTER, folder / "build" / DRAFTER.name)
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if script_of(page)], ids=lambda page: page.name)
+def test_python_blocks_run(page, workspace):
+    script = workspace / f"page_{page.stem}.py"  # the bare name would shadow the package `training`
+    script.write_text(script_of(page), encoding="utf-8")
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(workspace / f"modules-{page.stem}"),
+    }
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=workspace, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, f"{page.name} (line numbers are those of the page):\n{result.stderr[-4000:]}"
+
+
+def test_every_page_with_python_is_run():
+    assert {page.name for page in PAGES if script_of(page)} >= {"README.md", "index.md", "data-path.md", "lossless.md"}
+    indented = [page.name for page in PAGES if re.search(r"^ +```(python|bash)", page.read_text(), re.MULTILINE)]
+    assert not indented, "indented blocks are not found by these tests"
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.name)
+def test_commands_exist(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands_of(page):
+        check_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make no-such-target",
+        "python -m training.train --config training/configs/smollm2-135m.yaml --no_such_flag 1",
+        "python -m training.regenerate --prompts a --output b --no_such_flag 1",
+        "python -m hub_upload package only-one-argument",
+        "python -m training.no_such_module",
+    ],
+)
+def test_a_wrong_command_is_found(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((Exception, SystemExit)):
+        check_command(command)
+
+
+@pytest.mark.parametrize("documented", [DSparkConfig, DSparkModel], ids=lambda documented: documented.__name__)
+def test_docstring_examples_run(documented):
+    runner = doctest.DocTestRunner()
+    report: list[str] = []
+    for example in doctest.DocTestFinder(recurse=False).find(documented, globs={}):
+        runner.run(example, out=report.append)
+    assert runner.tries > 0
+    assert runner.failures == 0, "".join(report)
+
+
+def test_readme_names_every_file():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    folders = [ROOT / name for name in ("modeling_dspark", "training", "hub_upload")]
+    files = [path.name for folder in folders for path in folder.glob("*.py") if not path.stem.startswith("__")]
+    assert [name for name in files if name not in readme] == []
+    named = re.findall(r"^    (\w+\.py) ", readme, re.MULTILINE)
+    folders.append(ROOT / "benchmarks")
+    assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
+def test_training_page_names_real_keys():
+    train = importlib.import_module("training.train")
+    groups = (train.DrafterArguments, train.DataArguments, train.DSparkTrainingArguments)
+    known = {item.name for group in groups for item in fields(group)}
+    table = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("## Keys")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 20
+    assert named <= known
+    own = {item.name for group in groups[:2] for item in fields(group)}
+    assert own <= named, "every key of ours is in the table"

@@ -1,0 +1,431 @@
+"""The `generate` call: settings, hostile input, other assistants, streamers, pipelines, caches, and what stays as it was."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, TextIteratorStreamer, TextStreamer, pipeline
+from transformers.generation import utils as generation_utils
+from transformers.generation.streamers import BaseStreamer
+
+from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
+from modeling_dspark.cache_dspark import _cache_keyword
+from modeling_dspark.scheduling_dspark import resolve_settings
+from tests.builders import script, tiny_drafter, tiny_target
+from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain, scripted
+
+
+def config(**fields):
+    defaults = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "target_layer_ids": [0], "markov_rank": 4}
+    return DSparkConfig(**(defaults | {"num_target_layers": 4, "mask_token_id": 3} | fields))
+
+
+class TestSettings:
+    """The trap of design section 3: Transformers' global defaults cannot be told from "not set"."""
+
+    def test_global_defaults_count_as_not_set(self):
+        generation = GenerationConfig(
+            num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
+        )
+        settings = resolve_settings(generation, config(block_size=7))
+        assert (settings.num_assistant_tokens, settings.schedule) == (7, "fixed")
+
+    def test_defaults_of_the_drafter(self):
+        drafter = config(
+            block_size=7,
+            default_num_assistant_tokens=3,
+            default_num_assistant_tokens_schedule="confidence",
+            default_assistant_confidence_threshold=0.7,
+        )
+        settings = resolve_settings(GenerationConfig(), drafter)
+        assert (settings.num_assistant_tokens, settings.schedule, settings.confidence_threshold) == (3, "confidence", 0.7)
+
+    def test_the_call_wins(self):
+        drafter = config(default_num_assistant_tokens=3, default_num_assistant_tokens_schedule="confidence")
+        generation = GenerationConfig(num_assistant_tokens=2, num_assistant_tokens_schedule="fixed")
+        settings = resolve_settings(generation, drafter)
+        assert (settings.num_assistant_tokens, settings.schedule) == (2, "fixed")
+
+    def test_a_threshold_alone_means_confidence(self):
+        settings = resolve_settings(GenerationConfig(assistant_confidence_threshold=0.3), config())
+        assert (settings.schedule, settings.confidence_threshold) == ("confidence", 0.3)
+
+    def test_the_cap_is_at_most_the_block(self):
+        assert resolve_settings(GenerationConfig(num_assistant_tokens=19), config(block_size=5)).num_assistant_tokens == 5
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"assistant_confidence_threshold": 2.0}, "assistant_confidence_threshold.*2.0"),
+            ({"assistant_confidence_threshold": -0.1}, "assistant_confidence_threshold.*-0.1"),
+            ({"num_assistant_tokens": -1}, "num_assistant_tokens.*-1"),
+            ({"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule.*heuristic.*fixed"),
+        ],
+    )
+    def test_wrong_values_are_named(self, wrong, message):
+        target = tiny_target("llama")
+        with pytest.raises(ValueError, match=message):
+            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=3, **wrong)
+
+    def test_confidence_needs_the_head(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target, enable_confidence_head=False)
+        with pytest.raises(ValueError, match="confidence head"):
+            assisted(target, drafter, PROMPT, max_new_tokens=3, assistant_confidence_threshold=0.2)
+
+    def test_settings_take_effect(self):
+        target = tiny_target("llama")
+        drafter = scripted(target, wrong_every=1000)
+        assert set(check(target, drafter, max_new_tokens=13, settings={"num_assistant_tokens": 2}).verified) <= {0, 1, 2}
+        run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 1.0})
+        assert sum(run.verified) == 0
+        run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.0})
+        assert sum(run.verified) > 0
+
+    def test_temperatures_of_the_confidence(self):
+        """Calibration changes which slots pass a threshold: a huge temperature brings every confidence to one half."""
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target, confidence_temperatures=[1e6] * 4)
+        assert sum(check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.51}).verified) == 0
+        run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.49})
+        assert run.verified[0] == 4
+
+
+class TestHostileInput:
+    """User mistakes: a clear error, and nothing of the user's changed."""
+
+    def refused(self, message, target, drafter, prompt=PROMPT, **kwargs):
+        before = (target.generation_config.to_dict(), target.config.to_dict(), drafter.config.to_dict())
+        with pytest.raises(ValueError, match=message):
+            target.generate(torch.tensor(prompt), assistant_model=drafter, **({"max_new_tokens": 4} | kwargs))
+        assert before == (target.generation_config.to_dict(), target.config.to_dict(), drafter.config.to_dict())
+
+    def test_batches(self):
+        target = tiny_target("llama")
+        self.refused("batch of 3.*each prompt", target, tiny_drafter(target), PROMPT * 3)
+
+    def test_beams(self):
+        target = tiny_target("llama")
+        self.refused("num_beams=2", target, tiny_drafter(target), num_beams=2)
+
+    def test_several_sequences(self):
+        target = tiny_target("llama")
+        self.refused("num_return_sequences", target, tiny_drafter(target), num_return_sequences=2, do_sample=True)
+
+    def test_empty_prompts(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            target.generate(torch.zeros(1, 0, dtype=torch.long), assistant_model=drafter, max_new_tokens=4)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"hidden_size": 64, "head_dim": 16}, "hidden_size.*64.*32"),
+            ({"vocab_size": 100}, "vocab_size.*100.*61"),
+            ({"num_hidden_layers": 5}, "num_hidden_layers.*5.*4"),
+        ],
+    )
+    def test_a_drafter_for_another_target(self, overrides, message):
+        other = tiny_target("llama", **overrides)
+        self.refused(message, other, tiny_drafter(tiny_target("llama")))
+
+    def test_encoder_decoder_targets(self):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        target = T5ForConditionalGeneration(
+            T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        )
+        with pytest.raises(ValueError, match="decoder-only"):
+            target.generate(torch.tensor(PROMPT), assistant_model=tiny_drafter(tiny_target("llama")), max_new_tokens=3)
+
+    @pytest.mark.parametrize("field", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
+    def test_two_kinds_of_drafts(self, field):
+        target = tiny_target("llama")
+        self.refused(next(iter(field)), target, tiny_drafter(target), **field)
+
+    def test_a_later_call_works(self):
+        target = tiny_target("llama")
+        drafter = scripted(target)
+        self.refused("num_beams=2", target, drafter, num_beams=2)
+        check(target, drafter, max_new_tokens=10)
+
+
+class TestNothingIsChanged:
+    def test_configs_and_attention_implementation(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        generation = GenerationConfig(max_new_tokens=9, assistant_confidence_threshold=0.3, do_sample=False)
+        before = [copy.deepcopy(x.to_dict()) for x in (generation, target.generation_config, target.config, drafter.config)]
+        implementation = target.config._attn_implementation
+        target.generate(torch.tensor(PROMPT), generation_config=generation, assistant_model=drafter)
+        after = [x.to_dict() for x in (generation, target.generation_config, target.config, drafter.config)]
+        assert before == after
+        assert target.config._attn_implementation == implementation
+        assert target.generate(torch.tensor(PROMPT), max_new_tokens=2, return_dict_in_generate=True).hidden_states is None
+
+    def test_an_error_in_the_middle_leaves_a_working_target(self):
+        class Fails(BaseStreamer):
+            calls = 0
+
+            def put(self, value):
+                self.calls += 1
+                if self.calls == 3:
+                    raise KeyboardInterrupt
+
+            def end(self):
+                pass
+
+        target = tiny_target("llama")
+        drafter = scripted(target)
+        with pytest.raises(KeyboardInterrupt):
+            assisted(target, drafter, PROMPT, max_new_tokens=20, streamer=Fails())
+        check(target, drafter, max_new_tokens=20)
+
+
+class TestDispatcher:
+    def test_other_assistants_are_untouched(self):
+        target, small = tiny_target("llama"), tiny_target("llama", seed=5, num_hidden_layers=2)
+        tiny_drafter(target)
+        expected = plain(target, PROMPT, max_new_tokens=15, eos_token_id=None)
+        assert assisted(target, small, PROMPT, max_new_tokens=15, eos_token_id=None).tolist() == expected.tolist()
+        lookup = plain(target, PROMPT, max_new_tokens=15, eos_token_id=None, prompt_lookup_num_tokens=3)
+        assert lookup.tolist() == expected.tolist()
+
+    def test_a_sampled_plain_assistant_draws_the_same_numbers(self):
+        """With and without the dispatcher a plain assistant samples the very same text."""
+        target, small = tiny_target("llama"), tiny_target("llama", seed=5, num_hidden_layers=2)
+        texts = []
+        for switch in (install_dispatcher, remove_dispatcher):
+            switch()
+            torch.manual_seed(7)
+            kwargs = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+            texts.append(target.generate(torch.tensor(PROMPT), assistant_model=small, **kwargs).tolist())
+        install_dispatcher()
+        assert texts[0] == texts[1]
+
+    def test_install_is_idempotent_and_removable(self):
+        install_dispatcher()
+        names = ("_assisted_decoding", "_get_candidate_generator", "_validate_generation_mode")
+        first = [getattr(GenerationMixin, name) for name in names]
+        install_dispatcher()
+        assert [getattr(GenerationMixin, name) for name in names] == first
+        remove_dispatcher()
+        assert not any(hasattr(getattr(GenerationMixin, name), "_dspark_original") for name in names)
+        assert not hasattr(generation_utils._speculative_sampling, "_dspark_original")
+        install_dispatcher()
+        assert all(hasattr(getattr(GenerationMixin, name), "_dspark_original") for name in names)
+
+    def test_an_unknown_transformers_is_refused(self, monkeypatch):
+        remove_dispatcher()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(GenerationMixin, "_get_candidate_generator", lambda self, other: None)
+                with pytest.raises(RuntimeError, match="5.17 to 5.24"):
+                    install_dispatcher()
+        finally:
+            install_dispatcher()
+
+
+class TestStreaming:
+    def test_the_streamer_ends_where_the_text_ends(self):
+        class Keeps(BaseStreamer):
+            def __init__(self):
+                self.tokens, self.ended = [], False
+
+            def put(self, value):
+                self.tokens += value.view(-1).tolist()
+
+            def end(self):
+                self.ended = True
+
+        target = tiny_target("llama")
+        text = plain(target, PROMPT, max_new_tokens=30, eos_token_id=None)[0].tolist()
+        for eos in (None, text[12], text[17]):
+            streamer = Keeps()
+            output = assisted(target, scripted(target), PROMPT, max_new_tokens=30, eos_token_id=eos, streamer=streamer)
+            assert streamer.tokens == output[0].tolist()
+            assert streamer.ended
+
+    def test_text_streamers(self, tiny_tokenizer, capsys):
+        from threading import Thread
+
+        target = tiny_target("llama")
+        drafter = scripted(target)
+        expected = tiny_tokenizer.decode(plain(target, PROMPT, max_new_tokens=20, eos_token_id=None)[0, 6:])
+        streamer = TextStreamer(tiny_tokenizer, skip_prompt=True)
+        assisted(target, drafter, PROMPT, max_new_tokens=20, eos_token_id=None, streamer=streamer)
+        assert capsys.readouterr().out.strip() == expected.strip()
+        iterator = TextIteratorStreamer(tiny_tokenizer, skip_prompt=True, timeout=30)
+        kwargs = {"max_new_tokens": 20, "eos_token_id": None, "streamer": iterator}
+        thread = Thread(target=assisted, args=(target, drafter, PROMPT), kwargs=kwargs)
+        thread.start()
+        assert "".join(iterator).strip() == expected.strip()
+        thread.join()
+
+    def test_stop_strings(self, tiny_tokenizer):
+        target = tiny_target("llama")
+        text = plain(target, PROMPT, max_new_tokens=30, eos_token_id=None)[0].tolist()
+        for step in range(1, 9):
+            stop = tiny_tokenizer.decode(text[6 + step : 7 + step]).strip()
+            kwargs = {"max_new_tokens": 30, "eos_token_id": None, "stop_strings": [stop], "tokenizer": tiny_tokenizer}
+            check(target, scripted(target, wrong_every=1000), **kwargs)
+
+
+def test_pipeline(tiny_tokenizer):
+    target = tiny_target("llama")
+    drafter = scripted(target)
+    text = tiny_tokenizer.decode(PROMPT[0])
+    kwargs = {"max_new_tokens": 12, "do_sample": False}
+    expected = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer)(text, **kwargs)
+    pipe = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer, assistant_model=drafter)
+    drafter.last_run = None
+    assert pipe(text, **kwargs) == expected
+    assert drafter.last_run.rounds > 0
+
+
+class TestCaches:
+    @pytest.mark.parametrize("num_cached", [2, 5])
+    def test_a_cache_with_a_prefix_of_the_prompt(self, num_cached):
+        """The prefix is computed again: right text, drafts as good as without the cache, the user's cache untouched."""
+        target = tiny_target("llama")
+        keyword = _cache_keyword()
+        caches = [DynamicCache(config=target.config) for _ in range(2)]
+        for cache in caches:
+            target(torch.tensor(PROMPT)[:, :num_cached], **{keyword: cache}, use_cache=True)
+        kwargs = {"max_new_tokens": 20, "eos_token_id": None}
+        expected = plain(target, PROMPT, **{keyword: caches[0]}, **kwargs)
+        drafter = scripted(target, wrong_every=1000)
+        output = assisted(target, drafter, PROMPT, **{keyword: caches[1]}, **kwargs)
+        assert output.tolist() == expected.tolist()
+        assert drafter.last_run.new_tokens == [5, 5, 5, 4]
+        assert caches[1].get_seq_length() == num_cached
+
+    def test_a_cache_with_other_tokens(self):
+        target = tiny_target("llama")
+        cache = DynamicCache(config=target.config)
+        target(torch.tensor([[5] * 9]), **{_cache_keyword(): cache}, use_cache=True)
+        with pytest.raises(ValueError, match="not in `input_ids`"):
+            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=4, **{_cache_keyword(): cache})
+
+    def test_dynamic_cache_of_the_user(self):
+        target = tiny_target("gemma3")
+        drafter = scripted(target)
+        kwargs = {"max_new_tokens": 30, "eos_token_id": None}
+        keyword = _cache_keyword()
+        expected = plain(target, PROMPT, **kwargs)
+        output = assisted(target, drafter, PROMPT, **{keyword: DynamicCache(config=target.config)}, **kwargs)
+        assert output.tolist() == expected.tolist()
+
+
+def test_statistics():
+    """Counts of a run whose outcome is known: all drafts right, block size 4, 21 tokens after the prefill's."""
+    target = tiny_target("llama")
+    run = check(target, scripted(target, wrong_every=1000), max_new_tokens=22, eos_token_id=None)
+    assert run.new_tokens == [5, 5, 5, 5, 1]
+    assert run.accepted == [4, 4, 4, 4, 0]
+    assert run.verified_by_position == run.accepted_by_position == [4, 4, 4, 4]
+    assert run.acceptance_by_position == [1.0] * 4
+    assert run.accepted_length == 21 / 5
+    copied = copy.deepcopy(run)
+    copied.extend(run)
+    assert copied.rounds == 2 * run.rounds
+
+
+def test_zero_drafts_when_sampling():
+    """No slice `[-0:]` is taken of empty drafts."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    kwargs = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": None}
+    for settings in ({"num_assistant_tokens": 0}, {"assistant_confidence_threshold": 1.0}):
+        output = target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs, **settings)
+        assert output.shape[1] == len(PROMPT[0]) + 8
+        assert sum(drafter.last_run.verified) == 0
+
+
+def test_seeds_repeat():
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        kwargs = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+        texts.append(target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_processors_that_leave_no_draftable_token():
+    """A reduced vocabulary whose tokens are all banned: drafts are useless, the text is right."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, draft_token_ids=[4, 5, 6])
+    check(target, drafter, max_new_tokens=10, eos_token_id=None, suppress_tokens=[4, 5, 6])
+    kwargs = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None, "suppress_tokens": [4, 5, 6]}
+    output = target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs)
+    assert not {4, 5, 6} & set(output[0, 6:].tolist())
+
+
+def test_targets_in_lower_precision():
+    """bf16 and fp16 targets and drafters, mixed: it runs, and the text differs from plain only at near-ties."""
+    for dtype in (torch.bfloat16, torch.float16):
+        target = tiny_target("llama").to(dtype)
+        for drafter in (tiny_drafter(target).to(dtype), tiny_drafter(target)):
+            output = assisted(target, drafter, PROMPT, max_new_tokens=16, eos_token_id=None)
+            text = output[0].tolist()
+            logits = target(output).logits[0].float()
+            for index in range(len(PROMPT[0]), len(text)):
+                gap = logits[index - 1].max() - logits[index - 1, text[index]]
+                assert gap < 0.25
+
+
+def test_two_copies_of_remote_code(tmp_path):
+    """Two remote-code folders in one process, which never imported the package, both work and do not stack."""
+    import json
+
+    from hub_upload.package import package
+
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    for name, seed in (("one", 1), ("two", 2)):
+        drafter = tiny_drafter(target, seed=seed)
+        drafter.save_pretrained(tmp_path / f"{name}-source")
+        for path in (tmp_path / f"{name}-source").glob("*.py"):
+            path.unlink()
+        (tmp_path / f"{name}-source" / "README.md").write_text("card\n")
+        package(tmp_path / f"{name}-source", tmp_path / name)
+    code = """
+import json, sys, torch
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
+target = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/target")
+prompt = torch.tensor([[7, 11, 13, 17]])
+texts = [target.generate(prompt, max_new_tokens=12, do_sample=False).tolist()]
+for name in ("one", "two", "one"):
+    drafter = AutoModel.from_pretrained(sys.argv[1] + "/" + name, trust_remote_code=True)
+    texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist())
+    assert drafter.last_run.rounds > 0
+assert "modeling_dspark" not in sys.modules
+original = GenerationMixin._assisted_decoding._dspark_original
+assert not hasattr(original, "_dspark_original")
+drafter.save_pretrained(sys.argv[1] + "/again")
+again = AutoModel.from_pretrained(sys.argv[1] + "/again", trust_remote_code=True)
+texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=again).tolist())
+print(json.dumps(texts))
+"""
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    texts = json.loads(result.stdout.splitlines()[-1])
+    assert all(text == texts[0] for text in texts)
+
+
+def test_local_class_needs_no_remote_code(tmp_path):
+    from transformers import AutoModel
+
+    target = tiny_target("llama")
+    tiny_drafter(target).save_pretrained(tmp_path)
+    drafter = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(drafter, DSparkModel)
+    check(target, script(drafter, plain(target, PROMPT, max_new_tokens=20)[0].tolist()), max_new_tokens=12)

@@ -1,0 +1,92 @@
+"""The files of `modeling_dspark/` can be shipped as remote code: Transformers finds all of them, and nothing else is needed.
+
+`transformers.dynamic_module_utils` finds the files to copy by regular expressions over the text of each file, and checks
+imports it takes for packages. What it would misread fails here, and not on a user's machine.
+"""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
+
+import modeling_dspark
+from hub_upload.package import remote_code_files
+
+
+FOLDER = Path(modeling_dspark.__file__).parent
+SHIPPED = sorted(FOLDER.glob("*_dspark.py"))
+ALLOWED = {"torch", "transformers", "huggingface_hub"}
+
+shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+
+
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def relative_imports_of(path: Path) -> list[ast.ImportFrom]:
+    return [node for node in imports_of(path) if isinstance(node, ast.ImportFrom) and node.level > 0]
+
+
+def absolute_modules_of(path: Path) -> set[str]:
+    """Top-level names of absolute imports, also of those in functions and `try:`."""
+    modules = set()
+    for node in imports_of(path):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif node.level == 0:
+            modules.add(node.module.split(".")[0])
+    return modules
+
+
+def test_modeling_dspark_reaches_every_file():
+    entry = FOLDER / "modeling_dspark.py"
+    reached = {entry, *(Path(path) for path in get_relative_import_files(entry))}
+    assert sorted(reached) == SHIPPED
+    assert remote_code_files() == SHIPPED
+
+
+def test_folder_holds_nothing_that_would_be_left_behind():
+    others = {path.name for path in FOLDER.iterdir() if path.name != "__pycache__"} - {path.name for path in SHIPPED}
+    assert others == {"__init__.py", "py.typed"}
+
+
+@shipped
+def test_imports_are_torch_transformers_hub_or_standard_library(path):
+    allowed = ALLOWED | sys.stdlib_module_names
+    assert absolute_modules_of(path) - allowed == set()
+    assert set(get_imports(path)) - allowed == set()
+
+
+@shipped
+def test_no_absolute_import_of_the_package_itself(path):
+    own = {FOLDER.name, *(file.stem for file in SHIPPED)}
+    assert absolute_modules_of(path) & own == set()
+
+
+@shipped
+def test_relative_imports_have_the_one_form_that_is_followed(path):
+    for node in relative_imports_of(path):
+        where = f"{path.name}:{node.lineno}"
+        assert node.level == 1, f"{where}: an import from a parent folder is not found in a Hub folder"
+        assert node.module is not None, f"{where}: `from . import x` is not followed; write `from .x import name`"
+        assert "." not in node.module, f"{where}: a Hub folder is flat"
+
+
+@shipped
+def test_no_other_line_looks_like_a_relative_import(path):
+    # Transformers' regular expressions also match lines of docstrings, and would look for a file of that name.
+    assert sorted(get_relative_imports(path)) == sorted({node.module for node in relative_imports_of(path)})
+
+
+@shipped
+def test_all_names_what_the_file_defines(path):
+    module = importlib.import_module(f"modeling_dspark.{path.stem}")
+    names = getattr(module, "__all__", [])
+    assert names, f"{path.name} has no `__all__`"
+    assert len(names) == len(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []

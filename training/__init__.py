@@ -1,0 +1,1 @@
+"""Training of DSpark drafters: regenerate answers, train, and (later) calibrate and evaluate."""

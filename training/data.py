@@ -1,0 +1,91 @@
+"""Conversations as token ids: prompt through the chat template, then the target's own answer.
+
+Reads what `training.regenerate` writes. No features and no model here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from training.regenerate import prompt_ids, read_jsonl
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One training sequence; the response starts at `response_start`."""
+
+    input_ids: tuple[int, ...]
+    response_start: int
+    temperature: float = 0.0
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """Which tokens are the answer: `[T]`."""
+        return torch.arange(len(self.input_ids)) >= self.response_start
+
+
+def load_conversations(
+    prompts_file: str,
+    answer_files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    min_response: int = 2,
+) -> tuple[list[Conversation], dict[str, int]]:
+    """Join prompts and answers; a longer conversation is cut, an answer below `min_response` tokens is skipped.
+
+    Returns:
+        `tuple`: the conversations, and counts of `short_answers`, `long_prompts` (no room for an answer) and `cut`.
+
+    Raises:
+        ValueError: if an answer names a prompt that is not there, or nothing is left to train on.
+    """
+    prompts = read_jsonl(prompts_file)
+    prompt_cache: dict[int, list[int]] = {}
+    conversations: list[Conversation] = []
+    counts = {"short_answers": 0, "long_prompts": 0, "cut": 0}
+    for path in answer_files:
+        for record in read_jsonl(path):
+            index = record["prompt"]
+            if not 0 <= index < len(prompts):
+                raise ValueError(f"`{path}` answers prompt {index}, but `{prompts_file}` has {len(prompts)} prompts.")
+            ids = prompt_cache.setdefault(index, prompt_ids(tokenizer, prompts[index]))
+            if len(record["answer_ids"]) < min_response:
+                counts["short_answers"] += 1
+            elif len(ids) + min_response > max_length:
+                counts["long_prompts"] += 1
+            else:
+                whole = (*ids, *record["answer_ids"])
+                counts["cut"] += len(whole) > max_length
+                conversations.append(Conversation(whole[:max_length], len(ids), record.get("temperature", 0.0)))
+    if not conversations:
+        raise ValueError(f"No conversation to train on in {list(answer_files)} ({counts}).")
+    return conversations, counts
+
+
+def choose_draft_vocabulary(
+    conversations: Sequence[Conversation], size: int, vocab_size: int, always: Sequence[int] = ()
+) -> tuple[torch.Tensor, float]:
+    """The `size` tokens most frequent in the answers, sorted, and the share of answer tokens they cover.
+
+    Args:
+        conversations (`Sequence[Conversation]`): Training data.
+        size (`int`): Size of the draft vocabulary.
+        vocab_size (`int`): Size of the target's vocabulary.
+        always (`Sequence[int]`, *optional*): Tokens kept whatever their frequency (end of text).
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"`draft_vocab_size` must lie in [1, {vocab_size}], got {size}.")
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for conversation in conversations:
+        ids = torch.tensor(conversation.input_ids[conversation.response_start :])
+        counts += torch.bincount(ids, minlength=vocab_size)
+    ranked = counts.clone()
+    ranked[list(always)] = torch.inf
+    chosen = ranked.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen, float(counts[chosen].sum() / counts.sum())
+
+
+__all__ = ["Conversation", "choose_draft_vocabulary", "load_conversations"]

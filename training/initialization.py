@@ -1,0 +1,96 @@
+"""A fresh drafter for a target: its configuration, its draft vocabulary, and a warm start from late target layers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_dspark import DSparkConfig, DSparkModel
+from training.targets import chat_template_hash
+
+
+def default_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """`num_taps` layers spread evenly from layer 1 to the last one that can be tapped."""
+    last = num_target_layers - 2
+    if not 1 <= num_taps <= last + 1:
+        raise ValueError(f"A target of {num_target_layers} layers has {last + 1} layers to tap, got {num_taps} taps.")
+    first = min(1, last)
+    step = (last - first) / max(num_taps - 1, 1)
+    return sorted({round(first + step * tap) for tap in range(num_taps)} if num_taps > 1 else {last})
+
+
+def config_for_target(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target_name: str, **choices: Any
+) -> DSparkConfig:
+    """Configuration of a drafter with the target's sizes; `choices` are fields of [`DSparkConfig`] and win."""
+    text = target.config.get_text_config()
+    fields = {
+        name: getattr(text, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    fields |= {
+        name: getattr(text, name)
+        for name in ("max_position_embeddings", "rope_parameters", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
+    fields["head_dim"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    fields["rms_norm_eps"] = getattr(text, "rms_norm_eps", 1e-6)
+    fields["num_target_layers"] = text.num_hidden_layers
+    fields["target_name_or_path"] = target_name
+    fields["chat_template_sha256"] = chat_template_hash(tokenizer) if tokenizer is not None else None
+    return DSparkConfig(**(fields | choices))
+
+
+@torch.no_grad()
+def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+    """Copy late target layers into the draft layers, and make the context what those layers used to see.
+
+    The fusion starts as the identity on the last tapped layer, and the context norm as the input norm of the first
+    copied layer, so that keys and values of the context start as the target's own.
+
+    Raises:
+        ValueError: if there is not one target layer for each draft layer, or the shapes differ.
+    """
+    base: Any = target.base_model
+    layers = base.layers
+    if len(layer_ids) != drafter.config.num_hidden_layers or max(layer_ids) >= len(layers):
+        raise ValueError(
+            f"`init_from_target_layers` needs {drafter.config.num_hidden_layers} ids below {len(layers)}, "
+            f"got {list(layer_ids)}."
+        )
+    for layer, layer_id in zip(drafter.layers, layer_ids, strict=True):
+        source = layers[layer_id].state_dict()
+        own = layer.state_dict()
+        mismatched = [n for n in own if n in source and source[n].shape != own[n].shape]
+        if mismatched:
+            raise ValueError(f"Target layer {layer_id} has other shapes than a draft layer: {mismatched}.")
+        layer.load_state_dict({name: source.get(name, own[name]) for name in own})
+    size = drafter.config.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -size:] = torch.eye(size)
+    drafter.hidden_norm.weight.copy_(layers[layer_ids[0]].input_layernorm.weight)
+    drafter.norm.weight.copy_(base.norm.weight)
+
+
+@torch.no_grad()
+def start_markov_embedding(drafter: DSparkModel, target: PreTrainedModel) -> None:
+    """Start `W1` from the principal components of the target's embedding, scaled to unit variance.
+
+    Like tokens start with like rows, and rows that training seldom meets are not noise.
+    """
+    if drafter.markov_head is None:
+        return
+    embedding = target.get_input_embeddings().weight.detach().float()[: drafter.config.vocab_size]
+    embedding = embedding - embedding.mean(dim=0)
+    rank = min(drafter.config.markov_rank, embedding.shape[1])
+    _, vectors = torch.linalg.eigh(embedding.T @ embedding)
+    components = embedding @ vectors[:, -rank:].flip(1)
+    drafter.markov_head.markov_w1.weight[:, :rank] = components / components.std(dim=0).clamp(min=1e-6)
+
+
+def set_draft_vocabulary(drafter: DSparkModel, token_ids: torch.Tensor) -> None:
+    """Store a reduced draft vocabulary: `d2t[draft] = target - draft`."""
+    drafter.d2t.copy_(token_ids - torch.arange(token_ids.shape[0]))
+
+
+__all__ = ["config_for_target", "default_layer_ids", "set_draft_vocabulary", "start_markov_embedding", "warm_start"]

@@ -1,0 +1,193 @@
+"""Train a DSpark drafter for a target.
+
+    python -m training.train --config training/configs/smollm2-135m.yaml
+    python -m training.train --config training/configs/smollm2-135m.yaml --learning_rate 3e-4 --max_steps 100
+    python -m training.train --config training/configs/smollm2-135m.yaml --resume_from_checkpoint true
+
+Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The drafter that
+training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import logging
+
+from modeling_dspark import DSparkModel
+from training.attention import CHUNKED_ATTENTION
+from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.features import FeatureCache
+from training.initialization import (
+    config_for_target,
+    default_layer_ids,
+    set_draft_vocabulary,
+    start_markov_embedding,
+    warm_start,
+)
+from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
+from training.trainer import ConversationDataset, DSparkTrainer, DSparkTrainingArguments
+
+
+logger = logging.get_logger("training.train")
+
+
+@dataclass
+class DrafterArguments:
+    """What drafter to train, for what target."""
+
+    target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
+    target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
+    drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
+    num_draft_layers: int = field(default=5, metadata={"help": "Layers of the draft backbone."})
+    block_size: int = field(default=7, metadata={"help": "Draft positions of a block."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
+    num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "A token the target never produces."})
+    markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 = none."})
+    markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
+    confidence_head: bool = field(default=True, metadata={"help": "Whether to train a confidence head."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Size of a reduced draft vocabulary."})
+    init_from_target_layers: list[int] | None = field(
+        default=None, metadata={"help": "Start each draft layer from this target layer."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """What to train on."""
+
+    prompts: str = field(default="", metadata={"help": "JSONL file of prompts."})
+    answers: list[str] = field(default_factory=list, metadata={"help": "Files written by `training.regenerate`."})
+    max_length: int = field(default=512, metadata={"help": "Longer conversations are cut."})
+    max_conversations: int | None = field(default=None, metadata={"help": "Use only the first N conversations."})
+    num_eval_conversations: int = field(default=64, metadata={"help": "Held out from training, for evaluation."})
+    feature_cache: str | None = field(default=None, metadata={"help": "Folder for target features, computed once."})
+    feature_cache_gb: float = field(default=20.0, metadata={"help": "Largest size of the feature cache."})
+
+
+def parse_arguments(argv: list[str]) -> tuple[DrafterArguments, DataArguments, DSparkTrainingArguments]:
+    """Flags over YAML (`--config file`) over defaults.
+
+    Raises:
+        ValueError: for an unknown key in the YAML file, naming it.
+    """
+    groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
+    parser = HfArgumentParser(groups, description=__doc__.split("\n\n")[0])
+    argv = list(argv)
+    parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
+    if "--config" in argv:
+        index = argv.index("--config")
+        path = Path(argv[index + 1]) if index + 1 < len(argv) else Path()
+        if not path.is_file():
+            raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
+        content = yaml.safe_load(path.read_text()) or {}
+        known = {item.name for group in groups for item in fields(group)}
+        unknown = sorted(set(content) - known)
+        if unknown:
+            raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
+        parser.set_defaults(**content)
+    parsed = parser.parse_args_into_dataclasses(args=argv)
+    return parsed[0], parsed[1], parsed[2]
+
+
+def split_conversations(conversations: list[Conversation], num_eval: int) -> tuple[list[int], list[int]]:
+    """Training and evaluation indices; the evaluation part is spread evenly over the data."""
+    if num_eval >= len(conversations):
+        raise ValueError(
+            f"`num_eval_conversations` ({num_eval}) must be below the number of conversations ({len(conversations)})."
+        )
+    held_out = {round(index * len(conversations) / num_eval) for index in range(num_eval)} if num_eval else set()
+    everything = range(len(conversations))
+    return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
+
+
+def build_drafter(
+    arguments: DrafterArguments,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+) -> DSparkModel:
+    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    if arguments.drafter is not None:
+        return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
+    text = target.config.get_text_config()
+    ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
+    if arguments.mask_token_id is None:
+        raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
+    config = config_for_target(
+        target,
+        tokenizer,
+        arguments.target,
+        num_hidden_layers=arguments.num_draft_layers,
+        block_size=arguments.block_size,
+        target_layer_ids=ids,
+        mask_token_id=arguments.mask_token_id,
+        markov_rank=arguments.markov_rank,
+        markov_head_type=arguments.markov_head_type,
+        enable_confidence_head=arguments.confidence_head,
+        confidence_head_with_markov=arguments.markov_rank > 0,
+        draft_vocab_size=arguments.draft_vocab_size,
+    )
+    drafter = DSparkModel(config)
+    if arguments.draft_vocab_size is not None:
+        eos = text.eos_token_id
+        always = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        tokens, coverage = choose_draft_vocabulary(conversations, arguments.draft_vocab_size, text.vocab_size, always)
+        set_draft_vocabulary(drafter, tokens)
+        logger.warning(f"Draft vocabulary: {len(tokens)} tokens cover {coverage:.2%} of the answer tokens.")
+    if arguments.init_from_target_layers is not None:
+        warm_start(drafter, target, arguments.init_from_target_layers)
+        start_markov_embedding(drafter, target)
+    return drafter
+
+
+def main(argv: list[str] | None = None) -> DSparkModel:
+    """Run the command; returns the trained drafter."""
+    drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv)
+    set_seed(training.seed)
+    tokenizer = load_tokenizer(drafter_arguments.target)
+    conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
+    conversations = conversations[: data.max_conversations]
+    logger.warning(f"{len(conversations)} conversations; {json.dumps(counts)}")
+    target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
+    target.to(training.device)
+    drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
+    cache = None
+    if data.feature_cache is not None:
+        cache = FeatureCache(
+            data.feature_cache,
+            conversations,
+            target_name=f"{drafter_arguments.target} {drafter_arguments.target_dtype}",
+            target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
+            hidden_size=drafter.config.hidden_size,
+        )
+        cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
+    if training.device.type == "cpu":
+        drafter.set_attn_implementation(CHUNKED_ATTENTION)
+    shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
+    train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
+    trainer = DSparkTrainer(
+        model=drafter,
+        args=training,
+        target=target,
+        train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
+        eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
+    )
+    resume = training.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    if trainer.is_world_process_zero():
+        folder = Path(training.output_dir) / "drafter"
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
+        (Path(training.output_dir) / "log.jsonl").write_text(log)
+    return drafter
+
+
+if __name__ == "__main__":
+    main()
