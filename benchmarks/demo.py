@@ -131,7 +131,7 @@ def summary(results: list[Result], options: argparse.Namespace) -> str:
         [
             markdown_table(header, rows),
             "",
-            f"speed-up (geometric mean over {len(results)} prompts): {speed_up:.2f}x",
+            f"speed-up (geometric mean over {len(results)} prompt{'s' * (len(results) > 1)}): {speed_up:.2f}x",
             f"tau (pooled over {pooled.rounds} rounds, bonus token counted): {pooled.accepted_length:.2f}",
             f"acceptance by position: {by_position(pooled.acceptance_by_position, pooled.tried_by_position)}",
             _pooled_verdict([result.difference for result in results], options.dtype),
@@ -149,7 +149,7 @@ def _pooled_verdict(differences: list[Difference | None], dtype: str) -> str:
     if steps and dtype != "float32":
         line += (
             f"; where texts part, the target's two logits are at most {max(steps):.1f} {dtype} steps apart"
-            "\n(such near-ties fall by rounding; `--dtype float32` compares without it)"
+            f"\n({dtype} rounding decides near-ties; `--dtype float32` compares without it)"
         )
     return line
 

@@ -105,8 +105,11 @@ def load_pair(target: str, drafter: str, dtype: str) -> Pair:
         OSError: if a name is neither a folder nor on the Hub.
     """
     check_drafter(drafter)  # first, since the target may have to be converted, which takes half a minute
-    model = load_target(target, getattr(torch, dtype))
-    tokenizer = load_tokenizer(target)
+    try:
+        model = load_target(target, getattr(torch, dtype))
+        tokenizer = load_tokenizer(target)
+    except OSError as error:
+        raise OSError(f"`--target {target}` cannot be loaded. {error}") from error
     if model.generation_config.pad_token_id is None:  # `generate` would say so again at every call
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return Pair(model, load_drafter(drafter, dtype), tokenizer)
@@ -131,18 +134,27 @@ def check_drafter(name_or_path: str) -> None:
                 "`--drafter` takes another folder or a Hub id."
             )
         return
-    config = folder / "config.json"
-    if not config.is_file() or "auto_map" not in json.loads(config.read_text(encoding="utf-8")):
+    if not _has_remote_code(folder / "config.json"):
         raise ValueError(
             f"`{name_or_path}` is not a packaged drafter (a config.json with `auto_map`, and the remote code). Make one: "
             f"`python -m hub_upload package {name_or_path} build/{folder.name}`."
         )
 
 
+def _has_remote_code(config: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+
+
 def load_drafter(name_or_path: str, dtype: str) -> PreTrainedModel:
     """Load a packaged drafter with the code that is in the package."""
     check_drafter(name_or_path)
-    drafter = AutoModel.from_pretrained(name_or_path, trust_remote_code=True, dtype=getattr(torch, dtype))
+    try:
+        drafter = AutoModel.from_pretrained(name_or_path, trust_remote_code=True, dtype=getattr(torch, dtype))
+    except OSError as error:
+        raise OSError(f"`--drafter {name_or_path}` cannot be loaded. {error}") from error
     return drafter.eval()
 
 

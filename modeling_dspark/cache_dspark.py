@@ -8,7 +8,6 @@ Shapes: `R` rows (requests), `C` new context positions, `K` block positions, `H`
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -17,9 +16,6 @@ from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
-
-
-_MIN_CAPACITY = 128
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,7 @@ class DSparkCache:
     def _grown(self, buffer: torch.Tensor | None, new: torch.Tensor, needed: int) -> torch.Tensor:
         if buffer is not None and buffer.shape[1] >= needed:
             return buffer
-        capacity = max(_MIN_CAPACITY, 2 * needed)
-        grown = new.new_zeros(new.shape[0], capacity, *new.shape[2:])
+        grown = new.new_zeros(new.shape[0], 2 * needed, *new.shape[2:])  # geometric growth
         if buffer is not None:
             grown[:, : buffer.shape[1]] = buffer
         return grown

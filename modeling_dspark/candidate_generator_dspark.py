@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from .cache_dspark import DSparkCache
 from .drafting_dspark import propose
 from .scheduling_dspark import resolve_settings, static_lengths
-from .target_dspark import hidden_state_indices, tapped_features
+from .target_dspark import hidden_states_argument, tapped_features
 
 
 @dataclass
@@ -123,8 +123,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._counts = (0, 0)
         # The user may want all hidden states; otherwise only the tapped ones are kept.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        indices = hidden_state_indices(drafter.config.target_layer_ids)
-        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else indices}
+        tapped = hidden_states_argument(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else tapped}
 
     def get_candidates(  # type: ignore[override]  # named arguments; `None` where nothing was drawn
         self,
@@ -188,9 +188,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.accepted.append(num_new if ended else num_new - 1)
         self.statistics.new_tokens.append(num_new)
 
-    def _new_features(
-        self, model_kwargs: dict[str, Any], outputs: Any, num_new: int
-    ) -> torch.Tensor:
+    def _new_features(self, model_kwargs: dict[str, Any], outputs: Any, num_new: int) -> torch.Tensor:
         """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
         if self._cache is not None:
             return tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)[:, :num_new]

@@ -211,7 +211,11 @@ class DSparkModel(DSparkPreTrainedModel):
         check_call(self, target, mode, generation_config)
 
     def start_run(
-        self, target: PreTrainedModel, input_ids: torch.LongTensor, arguments: dict[str, Any], model_kwargs: dict[str, Any]
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        arguments: dict[str, Any],
+        model_kwargs: dict[str, Any],
     ) -> tuple[AssistedRun, dict[str, Any]]:
         """Called by the dispatcher when decoding starts: the state of the call, and the keyword arguments to go on with."""
         check_inputs(input_ids, model_kwargs)

@@ -47,7 +47,7 @@ def resolve_settings(generation_config: GenerationConfig, config: DSparkConfig) 
     threshold = _user_value(generation_config, "assistant_confidence_threshold")
     if cap is None:
         cap = config.default_num_assistant_tokens or config.block_size
-    if not isinstance(cap, int) or cap < 0:
+    if isinstance(cap, bool) or not isinstance(cap, int) or cap < 0:
         raise ValueError(f"`num_assistant_tokens` must be an integer >= 0 (0 = no drafts), got {cap!r}.")
     if schedule is None:
         schedule = "confidence" if threshold is not None else config.default_num_assistant_tokens_schedule

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging, output_capturing
 
 from .configuration_dspark import DSparkConfig
 
@@ -23,6 +23,16 @@ logger = logging.get_logger(__name__)
 def hidden_state_indices(target_layer_ids: Sequence[int]) -> list[int]:
     """Entries of `hidden_states` that hold the tapped layers: `id + 1` (`-1` is the embedding output, entry 0)."""
     return [layer_id + 1 for layer_id in target_layer_ids]
+
+
+def hidden_states_argument(target_layer_ids: Sequence[int]) -> bool | list[int]:
+    """What to pass as `output_hidden_states` so that the tapped states come out, and as few others as possible.
+
+    Transformers before 5.24 counts a selected index from the first layer's output, and so cannot select the embedding
+    output; there, all states are asked for.
+    """
+    can_select = getattr(output_capturing, "selected_hidden_states", None) is not None
+    return hidden_state_indices(target_layer_ids) if can_select else True
 
 
 def tapped_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Sequence[int]) -> torch.Tensor:
@@ -138,4 +148,4 @@ def _head_rows(
     return weight.detach()[ids], bias
 
 
-__all__ = ["TargetBinding", "check_target", "hidden_state_indices", "tapped_features"]
+__all__ = ["TargetBinding", "check_target", "hidden_state_indices", "hidden_states_argument", "tapped_features"]

@@ -31,16 +31,40 @@ FAMILIES = {
     "gemma3": ("gemma3_text", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "gemma2": ("gemma2", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "phi3": ("phi3", _COMMON),
-    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256,
-                      "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 4,
+            "n_head": 4,
+            "n_positions": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
 }
 HYBRIDS = {
-    "qwen3_next": ("qwen3_next", _COMMON | _MOE | {
-        "layer_types": ["linear_attention", "full_attention"] * 2, "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 3, "partial_rotary_factor": 1.0}),
-    "lfm2": ("lfm2", {k: v for k, v in _COMMON.items() if k != "head_dim"} | {
-        "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_multiple_of": 8}),
+    "qwen3_next": (
+        "qwen3_next",
+        _COMMON
+        | _MOE
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {k: v for k, v in _COMMON.items() if k != "head_dim"}
+        | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_multiple_of": 8},
+    ),
 }
 
 

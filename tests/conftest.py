@@ -6,13 +6,13 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from modeling_dspark import DSparkModel  # noqa: E402
+from modeling_dspark import DSparkModel
 
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -80,7 +80,8 @@ def start_markov_embedding(drafter: DSparkModel, target: PreTrainedModel) -> Non
     """
     if drafter.markov_head is None:
         return
-    embedding = target.get_input_embeddings().weight.detach().float()[: drafter.config.vocab_size]
+    module: Any = target.get_input_embeddings()
+    embedding = module.weight.detach().float()[: drafter.config.vocab_size]
     embedding = embedding - embedding.mean(dim=0)
     rank = min(drafter.config.markov_rank, embedding.shape[1])
     _, vectors = torch.linalg.eigh(embedding.T @ embedding)

@@ -35,7 +35,10 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class SlotTerms:
-    """Terms of each supervised slot, detached: `ce`, `soft`, `l1`, `agreement` (argmax of q equals that of p), `[n]`."""
+    """Terms of each supervised slot, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
+
+    `agreement` tells whether q and p have the same argmax within the draft vocabulary.
+    """
 
     ce: torch.Tensor
     soft: torch.Tensor

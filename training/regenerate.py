@@ -77,7 +77,8 @@ def read_jsonl(path: str | Path) -> list[dict]:
     """Read a JSONL file; a last line cut by a crash is dropped, any other broken line is an error."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`.")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    # Not `splitlines`, which also splits at separators that JSON strings may contain.
+    lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
     records = []
     for number, line in enumerate(lines):
         try:

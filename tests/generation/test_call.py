@@ -18,7 +18,13 @@ from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain
 
 
 def config(**fields):
-    defaults = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "target_layer_ids": [0], "markov_rank": 4}
+    defaults = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "target_layer_ids": [0],
+        "markov_rank": 4,
+    }
     return DSparkConfig(**(defaults | {"num_target_layers": 4, "mask_token_id": 3} | fields))
 
 
@@ -40,7 +46,11 @@ class TestSettings:
             default_assistant_confidence_threshold=0.7,
         )
         settings = resolve_settings(GenerationConfig(), drafter)
-        assert (settings.num_assistant_tokens, settings.schedule, settings.confidence_threshold) == (3, "confidence", 0.7)
+        assert (settings.num_assistant_tokens, settings.schedule, settings.confidence_threshold) == (
+            3,
+            "confidence",
+            0.7,
+        )
 
     def test_the_call_wins(self):
         drafter = config(default_num_assistant_tokens=3, default_num_assistant_tokens_schedule="confidence")
@@ -53,7 +63,9 @@ class TestSettings:
         assert (settings.schedule, settings.confidence_threshold) == ("confidence", 0.3)
 
     def test_the_cap_is_at_most_the_block(self):
-        assert resolve_settings(GenerationConfig(num_assistant_tokens=19), config(block_size=5)).num_assistant_tokens == 5
+        assert (
+            resolve_settings(GenerationConfig(num_assistant_tokens=19), config(block_size=5)).num_assistant_tokens == 5
+        )
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
@@ -78,7 +90,11 @@ class TestSettings:
     def test_settings_take_effect(self):
         target = tiny_target("llama")
         drafter = scripted(target, wrong_every=1000)
-        assert set(check(target, drafter, max_new_tokens=13, settings={"num_assistant_tokens": 2}).verified) <= {0, 1, 2}
+        assert set(check(target, drafter, max_new_tokens=13, settings={"num_assistant_tokens": 2}).verified) <= {
+            0,
+            1,
+            2,
+        }
         run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 1.0})
         assert sum(run.verified) == 0
         run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.0})
@@ -88,7 +104,10 @@ class TestSettings:
         """Calibration changes which slots pass a threshold: a huge temperature brings every confidence to one half."""
         target = tiny_target("llama")
         drafter = tiny_drafter(target, confidence_temperatures=[1e6] * 4)
-        assert sum(check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.51}).verified) == 0
+        assert (
+            sum(check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.51}).verified)
+            == 0
+        )
         run = check(target, drafter, max_new_tokens=13, settings={"assistant_confidence_threshold": 0.49})
         assert run.verified[0] == 4
 
@@ -158,13 +177,17 @@ class TestNothingIsChanged:
         target = tiny_target("llama")
         drafter = tiny_drafter(target)
         generation = GenerationConfig(max_new_tokens=9, assistant_confidence_threshold=0.3, do_sample=False)
-        before = [copy.deepcopy(x.to_dict()) for x in (generation, target.generation_config, target.config, drafter.config)]
+        before = [
+            copy.deepcopy(x.to_dict()) for x in (generation, target.generation_config, target.config, drafter.config)
+        ]
         implementation = target.config._attn_implementation
         target.generate(torch.tensor(PROMPT), generation_config=generation, assistant_model=drafter)
         after = [x.to_dict() for x in (generation, target.generation_config, target.config, drafter.config)]
         assert before == after
         assert target.config._attn_implementation == implementation
-        assert target.generate(torch.tensor(PROMPT), max_new_tokens=2, return_dict_in_generate=True).hidden_states is None
+        assert (
+            target.generate(torch.tensor(PROMPT), max_new_tokens=2, return_dict_in_generate=True).hidden_states is None
+        )
 
     def test_an_error_in_the_middle_leaves_a_working_target(self):
         class Fails(BaseStreamer):
@@ -223,7 +246,7 @@ class TestDispatcher:
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(GenerationMixin, "_get_candidate_generator", lambda self, other: None)
-                with pytest.raises(RuntimeError, match="5.17 to 5.24"):
+                with pytest.raises(RuntimeError, match=r"5\.17 to 5\.24"):
                     install_dispatcher()
         finally:
             install_dispatcher()

@@ -15,8 +15,14 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.drafting_dspark import propose
@@ -231,8 +237,13 @@ def test_generate(name, threshold):
     torch.manual_seed(99)
     for _ in range(12):
         output = target.generate(
-            PROMPT, assistant_model=drafter, do_sample=True, max_new_tokens=230, eos_token_id=None,
-            **({"top_k": 0} | arguments), **settings,
+            PROMPT,
+            assistant_model=drafter,
+            do_sample=True,
+            max_new_tokens=230,
+            eos_token_id=None,
+            **({"top_k": 0} | arguments),
+            **settings,
         )[0, 1:]
         counts += torch.bincount(output[:-1] * SIZE + output[1:], minlength=SIZE**2).view(SIZE, SIZE)
     with torch.no_grad():
@@ -258,8 +269,13 @@ def test_generate_joint(name, threshold):
     torch.manual_seed(5)
     for _ in range(20_000):
         output = target.generate(
-            PROMPT, assistant_model=drafter, do_sample=True, max_new_tokens=LENGTH, eos_token_id=None,
-            **({"top_k": 0} | arguments), **settings,
+            PROMPT,
+            assistant_model=drafter,
+            do_sample=True,
+            max_new_tokens=LENGTH,
+            eos_token_id=None,
+            **({"top_k": 0} | arguments),
+            **settings,
         )
         counts[int((output[0, 2:] * powers).sum())] += 1
     assert p_value(counts, exact_distribution(target, processors)) > 0.001

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import training.attention  # noqa: F401 - registers `dspark_chunked`
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.target_dspark import TargetBinding, tapped_features
 from tests.conftest import FIXTURES
 from training.blocks import make_blocks
-import training.attention  # noqa: F401 - registers `dspark_chunked`
 from training.trainer import DSparkTrainer, DSparkTrainingArguments, forward_blocks
 
 
@@ -136,9 +136,7 @@ def test_training_forward(golden_target, golden_drafter, training_batch):
     supervised = torch.from_numpy(TRAIN_ARRAYS["eval_mask"])
     assert torch.equal(blocks.supervised, supervised)
     assert torch.equal(blocks.labels[supervised], torch.from_numpy(TRAIN_ARRAYS["target_ids"])[supervised])
-    outputs = forward_blocks(
-        golden_drafter, binding, blocks, input_ids=batch["input_ids"], features=batch["features"]
-    )
+    outputs = forward_blocks(golden_drafter, binding, blocks, input_ids=batch["input_ids"], features=batch["features"])
     logits = binding.draft_logits(outputs.hidden) + golden_drafter.markov_head.bias(outputs.latent)
     expected = torch.from_numpy(TRAIN_ARRAYS["draft_logits"])[supervised]
     assert_close(logits, expected, atol=2e-4, rtol=0)
