@@ -93,6 +93,8 @@ def _read_config(name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str,
     path: str = cached_file(  # type: ignore[assignment]  # raises where there is none
         name_or_path, "config.json", **file_arguments
     )
+    if path is None:
+        raise ValueError(f"`{name_or_path}` is not a drafter's folder: it has no config.json.")
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -36,6 +36,7 @@ SIZE = 5
 PROMPT = torch.tensor([[1, 3]])
 LENGTH = 3
 NUM_ROWS = 60_000
+ROWS_AT_ONCE = 3_000
 
 PROCESSORS = {
     "temperature": ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
@@ -98,27 +99,35 @@ def prefixes(ids, lengths):
     return ids.gather(1, index.clamp(min=0))
 
 
-@torch.no_grad()
-def sampled_rows(target, drafter, processors, *, threshold=0.0, accept=accept_sampled, num_rows=NUM_ROWS):
-    """Counts `[SIZE ** LENGTH]` of texts drawn by a plain loop over ragged rows around `propose` and `accept`."""
+def sampled_rows(target, drafter, processors, *, threshold=0.0, accept=accept_sampled):
+    """Counts `[SIZE ** LENGTH]` of `NUM_ROWS` texts, drawn `ROWS_AT_ONCE` at a time."""
     torch.manual_seed(1234)
+    return sum(
+        _sampled_rows(target, drafter, processors, threshold=threshold, accept=accept, num_rows=ROWS_AT_ONCE)
+        for _ in range(NUM_ROWS // ROWS_AT_ONCE)
+    )
+
+
+@torch.no_grad()
+def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
+    """Counts of texts drawn by a plain loop over ragged rows around `propose` and `accept`."""
     processor = LogitsProcessorList(processors)
     start, num_slots = PROMPT.shape[1], drafter.config.block_size
     ids = torch.zeros(num_rows, start + LENGTH + num_slots + 1, dtype=torch.long)
     ids[:, :start] = PROMPT
     rows = torch.arange(num_rows)[:, None]
-    first = processor(ids[:, :start], target(ids[:, :start]).logits[:, -1])
+    outputs = target(ids[:, :start], output_hidden_states=True)
+    first = processor(ids[:, :start], outputs.logits[:, -1])
     ids[:, start] = torch.multinomial(first.softmax(-1), 1).squeeze(1)
     lengths = torch.full((num_rows,), start + 1)
     binding, cache = drafter.bind(target), DSparkCache(num_rows)
     while int(lengths.min()) < start + LENGTH:
         # Rows that are done go on with the others; only their first three tokens count. Stop before the buffer ends.
         done = lengths >= start + LENGTH
-        width = int(lengths.max())
-        outputs = target(ids[:, :width], output_hidden_states=True)
+        # Everything before the anchor went through the target in the last forward.
         features = tapped_features(outputs.hidden_states, drafter.config.target_layer_ids)
         new = lengths - 1 - torch.tensor(cache.lengths)
-        gather = (torch.tensor(cache.lengths)[:, None] + torch.arange(int(new.max()))).clamp(max=width - 1)
+        gather = (torch.tensor(cache.lengths)[:, None] + torch.arange(int(new.max()))).clamp(max=features.shape[1] - 1)
         proposal = propose(
             drafter,
             binding,
@@ -135,7 +144,8 @@ def sampled_rows(target, drafter, processors, *, threshold=0.0, accept=accept_sa
         slots = lengths[:, None] + torch.arange(num_slots)
         inside = slots < trial.shape[1]
         trial[rows.expand_as(slots)[inside], slots[inside]] = proposal.tokens[inside]
-        logits = target(trial).logits
+        outputs = target(trial, output_hidden_states=True)
+        logits = outputs.logits
         target_logits = []
         for slot in range(num_slots + 1):
             index = (lengths + slot).clamp(max=trial.shape[1])

@@ -1,0 +1,165 @@
+"""Anchors, the block mask, the losses and the chunked attention, against plain double loops and autograd."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.builders import VOCAB, tiny_drafter, tiny_target
+from training.attention import chunked_attention
+from training.blocks import anchor_candidates, block_inputs, block_mask, block_positions, make_blocks, sample_anchors
+from training.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
+
+
+def random_blocks(seed=0, rows=3, length=17, num_blocks=4, block_size=5):
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(4, VOCAB, (rows, length), generator=generator)
+    response_mask = torch.rand(rows, length, generator=generator) > 0.25
+    anchors = torch.randint(0, length, (rows, num_blocks), generator=generator).sort(dim=1).values
+    keep = torch.rand(rows, num_blocks, generator=generator) > 0.2
+    blocks = make_blocks(input_ids, response_mask, anchors=anchors * keep, keep=keep, block_size=block_size)
+    return input_ids, response_mask, blocks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_and_supervision_by_double_loop(seed):
+    input_ids, response_mask, blocks = random_blocks(seed)
+    length = input_ids.shape[1]
+    for row in range(3):
+        for block in range(4):
+            anchor, alive = int(blocks.anchors[row, block]), bool(blocks.keep[row, block])
+            for slot in range(5):
+                position = anchor + 1 + slot
+                alive = alive and position < length and bool(response_mask[row, position])
+                assert bool(blocks.supervised[row, block, slot]) == alive
+                if alive:
+                    assert blocks.labels[row, block, slot] == input_ids[row, position]
+                    assert blocks.previous[row, block, slot] == input_ids[row, position - 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mask_by_double_loop(seed):
+    """A block query sees context before its anchor, and its own block, and nothing else."""
+    input_ids, _, blocks = random_blocks(seed)
+    mask = block_mask(blocks, input_ids.shape[1])
+    length, block_size = input_ids.shape[1], 5
+    assert mask.shape == (3, 1, 20, length + 20)
+    for row in range(3):
+        for query in range(20):
+            anchor = int(blocks.anchors[row, query // block_size])
+            for key in range(length + 20):
+                own = key >= length and (key - length) // block_size == query // block_size
+                assert bool(mask[row, 0, query, key]) == (own or (key < length and key < anchor))
+
+
+def test_positions_and_tokens():
+    input_ids, _, blocks = random_blocks()
+    positions = block_positions(blocks, 17)
+    assert positions[0, :17].tolist() == list(range(17))
+    anchor = int(blocks.anchors[0, 1])
+    assert positions[0, 17 + 5 : 17 + 10].tolist() == list(range(anchor, anchor + 5))
+    tokens = block_inputs(blocks, input_ids, 3).view(3, 4, 5)
+    assert (tokens[..., 1:] == 3).all()
+    expected = torch.where(blocks.keep, input_ids.gather(1, blocks.anchors), 3)
+    assert torch.equal(tokens[..., 0], expected)
+
+
+def test_anchors():
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
+    assert anchor_candidates(mask[None])[0].nonzero().flatten().tolist() == [2, 3, 6, 7, 8]
+    everything = sample_anchors(mask, 100)
+    assert everything.tolist() == [2, 3, 6, 7, 8]
+    some = [sample_anchors(mask, 3, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(20)]
+    assert all(chosen == sorted(set(chosen)) and len(chosen) == 3 for chosen in some)
+    assert len({tuple(chosen) for chosen in some}) > 3
+    assert some[4] == sample_anchors(mask, 3, generator=torch.Generator().manual_seed(4)).tolist()
+    assert sample_anchors(torch.zeros(5, dtype=torch.bool), 3).tolist() == []
+
+
+def naive_loss(logits, p, labels, weights, w):
+    """The formulas as written, by autograd; `p` covers the draft vocabulary and may lack mass."""
+    log_q = logits.log_softmax(-1)
+    q = log_q.exp()
+    ce = torch.stack([-row[label] if label >= 0 else row.sum() * 0 for row, label in zip(log_q, labels, strict=True)])
+    soft = -(p * log_q).sum(-1)
+    l1 = (q - p).abs().sum(-1) + 1 - p.sum(-1)
+    return (weights * (w.ce * ce + w.soft * soft + w.l1 * l1)).sum(), l1
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("chunk_size", [3, 16, 1000])
+@pytest.mark.parametrize(
+    "weights", [LossWeights(0.1, 0.0, 0.9), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.7, 0.3)], ids=str
+)
+def test_loss_and_gradient_equal_the_naive_ones(weights, chunk_size, reduced):
+    torch.manual_seed(3)
+    logits = (torch.randn(16, 12) * 2).requires_grad_()
+    target_logits = torch.randn(16, 20 if reduced else 12) * 2
+    logsumexp = target_logits.logsumexp(-1)
+    target_logits = target_logits[:, :12]
+    labels = torch.randint(-1 if reduced else 0, 12, (16,))
+    slot = torch.rand(16)
+    total, terms = weighted_slot_loss(
+        lambda part: logits[part],
+        lambda part: (target_logits[part], logsumexp[part]),
+        labels=labels,
+        weights=slot,
+        loss_weights=weights,
+        chunk_size=chunk_size,
+    )
+    total.backward()
+    ours, logits.grad = logits.grad, None
+    p = (target_logits - logsumexp[:, None]).exp()
+    expected, l1 = naive_loss(logits, p, labels, slot, weights)
+    expected.backward()
+    assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
+    assert_close(ours, logits.grad, atol=1e-6, rtol=1e-5)
+    assert_close(terms.l1, l1.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_no_supervised_slot():
+    total, terms = weighted_slot_loss(
+        lambda part: None, lambda part: None, labels=torch.zeros(0, dtype=torch.long), weights=torch.zeros(0),
+        loss_weights=LossWeights(),
+    )
+    assert float(total) == 0.0
+    assert terms.l1.shape == (0,)
+
+
+def test_confidence_target_is_detached():
+    logits = torch.zeros(2, requires_grad=True)
+    l1 = torch.tensor([0.0, 2.0], requires_grad=True)
+    confidence_loss(logits, l1, torch.ones(2)).backward()
+    assert l1.grad is None
+    assert_close(logits.grad, torch.tensor([-0.5, 0.5]))
+
+
+def test_weights_of_slots_and_terms():
+    assert_close(slot_weights(3, 4.0), torch.tensor([1.0, 0.7788008, 0.6065307]))
+    assert slot_weights(3, None).tolist() == [1, 1, 1]
+    assert [linear_between(0, 2, f) for f in (-1, 0, 0.5, 1, 3)] == [0, 0, 1, 2, 2]
+    with pytest.raises(ValueError, match="decay"):
+        LossWeights(decay=0)
+    with pytest.raises(ValueError, match=">= 0"):
+        LossWeights(ce=-1)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 16, 17, 40])
+def test_chunked_attention_equals_dense_attention(num_blocks):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    drafter = tiny_drafter(tiny_target("llama"))
+    module = drafter.layers[0].self_attn
+    block_size, length = drafter.config.block_size, 30
+    input_ids = torch.randint(4, VOCAB, (2, length))
+    anchors = torch.randint(1, length - 1, (2, num_blocks)).sort(dim=1).values
+    keep = torch.ones(2, num_blocks, dtype=torch.bool)
+    blocks = make_blocks(
+        input_ids, torch.ones(2, length, dtype=torch.bool), anchors=anchors, keep=keep, block_size=block_size
+    )
+    mask = block_mask(blocks, length)
+    queries = torch.randn(2, 4, num_blocks * block_size, 8)
+    keys, values = torch.randn(2, 2, 2, length + num_blocks * block_size, 8)
+    kwargs = {"dropout": 0.0, "scaling": 0.3, "is_causal": False}
+    ours, _ = chunked_attention(module, queries, keys, values, mask, **kwargs)
+    dense, _ = sdpa_attention_forward(module, queries, keys, values, mask, **kwargs)
+    assert_close(ours, dense, atol=1e-5, rtol=1e-5)

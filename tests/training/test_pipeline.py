@@ -1,0 +1,337 @@
+"""Regenerate, feature cache and training on tiny models, end to end: resume, errors, and that training learns."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from torch.testing import assert_close
+
+from modeling_dspark import DSparkModel
+from tests.builders import VOCAB, tiny_drafter, tiny_target
+from training import regenerate as regenerate_module
+from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.features import FeatureCache, compute_features, pad_ids
+from training.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
+from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
+from training.train import main, parse_arguments, split_conversations
+
+
+@pytest.fixture
+def workspace(tmp_path, tiny_tokenizer):
+    """A folder with a tiny target, its tokenizer and prompts."""
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    texts = ["abc def"[: 3 + index % 4] + "xyz"[: index % 3] for index in range(23)]
+    lines = "".join(json.dumps({"turns": [text]}) + "\n" for text in texts)
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    return tmp_path
+
+
+def arguments(workspace, **fields):
+    defaults = {"batch_size": 4, "max_new_tokens": 12, "dtype": "float32", "target": str(workspace / "target")}
+    return RegenerateArguments(
+        prompts=str(workspace / "prompts.jsonl"), output=str(workspace / "answers.jsonl"), **(defaults | fields)
+    )
+
+
+class TestRegenerate:
+    def test_answers_are_the_targets(self, workspace):
+        """Greedy answers equal one-prompt `generate`; every prompt is answered once."""
+        path = regenerate(arguments(workspace, temperatures=[0.0]))
+        answers = read_jsonl(path)
+        assert sorted(answer["prompt"] for answer in answers) == list(range(23))
+        target = tiny_target("llama")
+        requests, _ = plan_requests(arguments(workspace), _tokenizer(workspace))
+        for request in requests[:6]:
+            answer = next(answer for answer in answers if answer["prompt"] == request.prompt)
+            ids = torch.tensor([request.input_ids])
+            expected = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+            assert answer["answer_ids"] == expected
+
+    def test_resume_after_a_crash(self, workspace, monkeypatch):
+        """A run that dies in the middle, with half a line written, goes on to the same file as an undisturbed run."""
+        whole = regenerate(arguments(workspace)).read_text()
+        (workspace / "answers.jsonl").unlink()
+        real, calls = regenerate_module.answer_batch, []
+
+        def dies(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(regenerate_module, "answer_batch", dies)
+        with pytest.raises(KeyboardInterrupt):
+            regenerate(arguments(workspace))
+        with (workspace / "answers.jsonl").open("a") as file:
+            file.write('{"prompt": 4, "answ')
+        monkeypatch.setattr(regenerate_module, "answer_batch", real)
+        assert regenerate(arguments(workspace)).read_text() == whole
+
+    def test_batches_share_a_temperature(self, workspace):
+        requests, _ = plan_requests(arguments(workspace, temperatures=[0.0, 0.8], samples_per_prompt=2), _tokenizer(workspace))
+        batches = plan_batches(requests, 4, 0)
+        assert sorted(r.key for batch in batches for r in batch) == sorted(r.key for r in requests)
+        assert all(len({request.temperature for request in batch}) == 1 for batch in batches)
+        assert {request.temperature for request in requests} == {0.0, 0.8}
+
+    def test_long_prompts_and_answered_prompts_are_left_out(self, workspace):
+        requests, too_long = plan_requests(arguments(workspace, max_prompt_tokens=4), _tokenizer(workspace))
+        assert too_long + len(requests) == 23
+        assert too_long > 0
+        (workspace / "old.jsonl").write_text('{"prompt": 0}\n{"prompt": 5}\n')
+        requests, _ = plan_requests(arguments(workspace, skip_answered_in=str(workspace / "old.jsonl")), _tokenizer(workspace))
+        assert {0, 5} & {request.prompt for request in requests} == set()
+
+    def test_a_datasets_folder(self, workspace):
+        from datasets import load_from_disk
+
+        output = arguments(workspace, limit=5)
+        output.output = str(workspace / "out")
+        regenerate(output)
+        assert len(load_from_disk(str(workspace / "out" / "dataset"))) == 5
+
+    @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"temperatures": []}, {"temperatures": [-1.0]}])
+    def test_wrong_arguments(self, workspace, wrong):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            arguments(workspace, **wrong)
+
+    def test_wrong_files(self, workspace):
+        with pytest.raises(ValueError, match="no file"):
+            read_jsonl(workspace / "missing.jsonl")
+        (workspace / "broken.jsonl").write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
+        with pytest.raises(ValueError, match="line 2"):
+            read_jsonl(workspace / "broken.jsonl")
+        (workspace / "prompts.jsonl").write_text('{"question": "x"}\n')
+        with pytest.raises(ValueError, match="turns.*question"):
+            regenerate(arguments(workspace))
+
+
+def _tokenizer(workspace):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(workspace / "target")
+
+
+class TestData:
+    def test_join(self, workspace):
+        (workspace / "a.jsonl").write_text(
+            "".join(json.dumps(r) + "\n" for r in [
+                {"prompt": 0, "answer_ids": [5, 6, 7]},
+                {"prompt": 1, "answer_ids": [5]},
+                {"prompt": 2, "answer_ids": [8] * 100},
+            ])
+        )
+        conversations, counts = load_conversations(
+            str(workspace / "prompts.jsonl"), [str(workspace / "a.jsonl")], _tokenizer(workspace), max_length=20
+        )
+        assert counts == {"short_answers": 1, "long_prompts": 0, "cut": 1}
+        assert conversations[0].input_ids[conversations[0].response_start :] == (5, 6, 7)
+        assert len(conversations[1].input_ids) == 20
+        (workspace / "b.jsonl").write_text('{"prompt": 99, "answer_ids": [1, 2]}\n')
+        with pytest.raises(ValueError, match="prompt 99"):
+            load_conversations(str(workspace / "prompts.jsonl"), [str(workspace / "b.jsonl")], _tokenizer(workspace), max_length=20)
+
+    def test_draft_vocabulary(self):
+        conversations = [Conversation((1, 1, 9, 9, 9, 7), 2), Conversation((1, 5, 7), 1)]
+        chosen, coverage = choose_draft_vocabulary(conversations, 3, 20, always=[2])
+        assert chosen.tolist() == [2, 7, 9]
+        assert coverage == pytest.approx(5 / 6)
+        with pytest.raises(ValueError, match="draft_vocab_size"):
+            choose_draft_vocabulary(conversations, 0, 20)
+
+    def test_split(self):
+        train, held_out = split_conversations([None] * 50, 7)
+        assert len(held_out) == 7
+        assert sorted(train + held_out) == list(range(50))
+        with pytest.raises(ValueError, match="num_eval_conversations"):
+            split_conversations([None] * 5, 5)
+
+
+class TestFeatures:
+    def conversations(self, count=9):
+        torch.manual_seed(0)
+        lengths = torch.randint(5, 14, (count,)).tolist()
+        return [Conversation(tuple(torch.randint(4, VOCAB, (n,)).tolist()), 2) for n in lengths]
+
+    def cache(self, folder, conversations, **fields):
+        options = {"target_name": "t", "target_layer_ids": [0, 2], "hidden_size": 32, "shard_size": 4}
+        return FeatureCache(folder, conversations, **(options | fields))
+
+    def test_features_are_those_of_single_forwards(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target, target_layer_ids=[0, 2])
+        conversations = self.conversations(4)
+        input_ids, response_mask = pad_ids(conversations)
+        batch = compute_features(
+            target, drafter.bind(target), input_ids, target_layer_ids=[0, 2], needed=response_mask, chunk_size=3
+        )
+        for row, conversation in enumerate(conversations):
+            length = len(conversation.input_ids)
+            with torch.no_grad():
+                outputs = target(torch.tensor([conversation.input_ids]), output_hidden_states=True)
+            hidden = outputs.hidden_states
+            assert_close(batch.features[row, :length], torch.cat([hidden[1], hidden[3]], -1)[0], atol=1e-5, rtol=1e-4)
+            assert_close(batch.last_hidden[row, :length], hidden[-1][0], atol=1e-5, rtol=1e-4)
+            start = conversation.response_start
+            expected = outputs.logits[0, start:].logsumexp(-1)
+            assert_close(batch.logsumexp[row, start:length], expected, atol=1e-5, rtol=1e-5)
+
+    def test_cache(self, tmp_path):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target, target_layer_ids=[0, 2])
+        conversations = self.conversations()
+        cache = self.cache(tmp_path, conversations)
+        cache.build(target, drafter.bind(target), limit_gb=1)
+        files = sorted(path.name for path in tmp_path.iterdir())
+        assert len(files) == 3
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) == pytest.approx(cache.num_bytes, rel=0.3)
+        for index, conversation in enumerate(conversations):
+            with torch.no_grad():
+                hidden = target(torch.tensor([conversation.input_ids]), output_hidden_states=True).hidden_states
+            loaded = cache.load(index)
+            expected = torch.cat([hidden[1], hidden[3]], -1)[0]
+            assert_close(loaded.features.float(), expected, atol=0.02, rtol=0.02)  # stored in bf16
+        # More data and an interrupted run only add what is missing.
+        more = self.cache(tmp_path, [*conversations[:8], *self.conversations(3)])
+        stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        more.build(target, drafter.bind(target), limit_gb=1)
+        assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())
+        # Other layers never mix with these.
+        other = self.cache(tmp_path, conversations, target_layer_ids=[1, 2])
+        assert not {other._path(shard).name for shard in range(3)} & set(files)
+
+    def test_the_bound(self, tmp_path):
+        target = tiny_target("llama")
+        cache = self.cache(tmp_path / "cache", self.conversations())
+        with pytest.raises(ValueError, match="feature_cache_gb=1e-09"):
+            cache.build(target, None, limit_gb=1e-9)
+        assert not (tmp_path / "cache").exists()
+
+
+class TestInitialization:
+    def test_layers(self):
+        assert default_layer_ids(36, 5) == [1, 9, 18, 26, 34]
+        assert default_layer_ids(30, 1) == [28]
+        assert default_layer_ids(4, 3) == [0, 1, 2] or default_layer_ids(4, 2) == [1, 2]
+        with pytest.raises(ValueError, match="taps"):
+            default_layer_ids(4, 4)
+
+    def test_config(self, tiny_tokenizer):
+        target = tiny_target("llama")
+        config = config_for_target(target, tiny_tokenizer, "name", target_layer_ids=[0], mask_token_id=3, block_size=4)
+        assert (config.hidden_size, config.vocab_size, config.num_target_layers, config.eos_token_id) == (32, 61, 4, 2)
+
+    def test_warm_start(self):
+        """The context starts as the last tapped layer's states through the copied layer's input norm."""
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        warm_start(drafter, target, [2, 3])
+        source = target.model.layers[2]
+        assert torch.equal(drafter.layers[0].mlp.up_proj.weight, source.mlp.up_proj.weight)
+        features = torch.randn(1, 3, 96)
+        context = drafter.hidden_norm(drafter.fc(features))
+        assert_close(context, source.input_layernorm(features[..., -32:]), atol=1e-4, rtol=1e-4)
+        start_markov_embedding(drafter, target)
+        assert_close(drafter.markov_head.markov_w1.weight.std(dim=0), torch.ones(8), atol=1e-4, rtol=0)
+        with pytest.raises(ValueError, match="init_from_target_layers"):
+            warm_start(drafter, target, [2])
+
+
+def train_flags(workspace, output, **flags):
+    defaults = {
+        "target": workspace / "target", "target_dtype": "float32", "prompts": workspace / "prompts.jsonl",
+        "answers": workspace / "answers.jsonl", "output_dir": workspace / output, "num_draft_layers": 1,
+        "block_size": 3, "target_layer_ids": "0 2", "mask_token_id": 3, "markov_rank": 4, "num_anchors": 4,
+        "num_eval_conversations": 4, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "use_cpu": "true",
+        "report_to": "none", "logging_steps": 5, "max_steps": 10, "save_steps": 5, "seed": 3,
+        "loss_decay": 4.0,
+    }
+    words = []
+    for name, value in (defaults | flags).items():
+        words += [f"--{name}", *str(value).split(" ")]
+    return words
+
+
+class TestTrain:
+    @pytest.fixture(autouse=True)
+    def _answers(self, workspace):
+        regenerate(arguments(workspace, temperatures=[0.0]))
+
+    def test_it_learns_and_the_result_loads(self, workspace):
+        main(train_flags(workspace, "run", max_steps=60, save_strategy="no", eval_strategy="steps", eval_steps=30,
+                         draft_vocab_size=40, soft_weight=0.5))
+        log = [json.loads(line) for line in (workspace / "run" / "log.jsonl").read_text().splitlines()]
+        losses = [entry["slot_loss"] for entry in log if "slot_loss" in entry]
+        assert losses[-1] < 0.8 * losses[0]
+        assert any("eval_tau" in entry and "eval_acceptance/2" in entry for entry in log)
+        drafter = DSparkModel.from_pretrained(workspace / "run" / "drafter")
+        assert drafter.config.draft_vocab_size == 40
+        target = tiny_target("llama")
+        prompt = torch.tensor([[7, 8, 9]])
+        output = target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+        assert output.tolist() == target.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+
+    def test_resume_gives_the_same_drafter(self, workspace):
+        """Ten steps equal five steps, a stop, and five more from the checkpoint: the same blocks, bit for bit."""
+        whole = main(train_flags(workspace, "whole"))
+        main(train_flags(workspace, "parts", max_steps=10))
+        import shutil
+
+        shutil.rmtree(workspace / "parts" / "checkpoint-10")
+        resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true"))
+        for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
+            assert torch.equal(one, other), name
+
+    def test_cached_features_give_the_same_drafter(self, workspace):
+        """Features from disk are those of the step, up to their storage in bf16."""
+        fresh = main(train_flags(workspace, "fresh", max_steps=3))
+        cached = main(train_flags(workspace, "cached", max_steps=3, feature_cache=workspace / "features"))
+        difference = max(
+            float((one - other).abs().max())
+            for one, other in zip(fresh.state_dict().values(), cached.state_dict().values(), strict=True)
+        )
+        assert difference < 2e-2
+        assert any((workspace / "features").iterdir())
+
+    def test_accumulation_equals_one_large_batch(self, workspace):
+        """The loss is normalised over the global batch, whatever the split into accumulation steps."""
+        large = main(train_flags(workspace, "large", max_steps=2, per_device_train_batch_size=4))
+        small = main(
+            train_flags(workspace, "small", max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+        )
+        del small
+        log = [
+            [json.loads(line) for line in (workspace / name / "log.jsonl").read_text().splitlines()]
+            for name in ("large", "small")
+        ]
+        assert log[0][-1]["train_loss"] > 0
+        assert large is not None
+        assert log[1][-1]["train_loss"] == pytest.approx(log[0][-1]["train_loss"], rel=0.5)
+
+    def test_yaml_and_flags(self, workspace):
+        config = workspace / "config.yaml"
+        config.write_text(yaml.safe_dump({"block_size": 6, "learning_rate": 0.5, "output_dir": str(workspace / "x"), "use_cpu": True}))
+        drafter, _, training = parse_arguments(["--config", str(config), "--learning_rate", "0.25"])
+        assert (drafter.block_size, training.learning_rate) == (6, 0.25)
+        config.write_text(yaml.safe_dump({"blok_size": 6}))
+        with pytest.raises(ValueError, match="blok_size"):
+            parse_arguments(["--config", str(config)])
+        with pytest.raises(ValueError, match="--config"):
+            parse_arguments(["--config", str(workspace / "missing.yaml")])
+
+    def test_the_shipped_recipe_parses(self):
+        from pathlib import Path
+
+        path = Path(__file__).parents[2] / "training" / "configs" / "smollm2-135m.yaml"
+        drafter, _, training = parse_arguments(["--config", str(path), "--report_to", "none"])
+        assert drafter.target_layer_ids
+        assert training.num_anchors >= 1
+
+    def test_a_drafter_needs_a_mask_token(self, workspace):
+        flags = train_flags(workspace, "run")
+        index = flags.index("--mask_token_id")
+        with pytest.raises(ValueError, match="mask_token_id"):
+            main(flags[:index] + flags[index + 2 :])
