@@ -55,9 +55,11 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     add_pair_options(parser)
     group = parser.add_argument_group("what to measure")
     group.add_argument(
-        "--prompts", default=str(HERE / "prompts_eval_small.jsonl"), help="JSONL file with `turns` and `source`"
+        "--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns` and `source`"
     )
-    group.add_argument("--per-set", type=positive_int, metavar="N", help="only the first N prompts of each source")
+    group.add_argument(
+        "--per-set", type=positive_int, default=4, metavar="N", help="the first N prompts of each source"
+    )
     group.add_argument("--max-new-tokens", type=positive_int, default=128, help="longest answer")
     group.add_argument("--repeats", type=positive_int, default=3, help="timed calls of each method on each prompt")
     group.add_argument(

@@ -22,9 +22,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import logging
 
 from .cache_dspark import DSparkCache
 from .configuration_dspark import DSparkConfig
+
+
+logger = logging.get_logger(__name__)
 
 
 class DSparkRMSNorm(Qwen3RMSNorm):
@@ -90,7 +94,9 @@ class DSparkAttention(nn.Module):
         keys = rotate(keys, cos, sin)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            attention_for(self.config._attn_implementation, attention_mask), eager_attention_forward
+        )
         output, _ = attend(
             self,
             queries.transpose(1, 2),
@@ -132,11 +138,35 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def attention_bias(mask: torch.Tensor | None, implementation: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """Turn a boolean mask (`True` = may be read) into what the attention implementation takes."""
-    if implementation != "eager" or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+def attention_bias(mask: Any, implementation: str, dtype: torch.dtype) -> Any:
+    """Turn a boolean mask (`True` = may be read) into what the attention implementation takes.
+
+    Eager and flex attention add a tensor to the scores; flex also takes a `BlockMask`, which passes unchanged.
+    """
+    if implementation not in ("eager", "flex_attention") or not _is_boolean(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-__all__ = ["DSparkAttention", "DSparkDecoderLayer", "DSparkRMSNorm", "DSparkRotaryEmbedding", "attention_bias"]
+def attention_for(implementation: str, mask: Any) -> str:
+    """The implementation to use with `mask`: flash attention has no arbitrary masks, so ragged rows go to SDPA."""
+    if mask is None or not implementation.startswith("flash_attention"):
+        return implementation
+    logger.warning_once(
+        "Flash attention takes no mask for rows whose contexts differ in length, so the drafter uses `sdpa` for them."
+    )
+    return "sdpa"
+
+
+def _is_boolean(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+
+
+__all__ = [
+    "DSparkAttention",
+    "DSparkDecoderLayer",
+    "DSparkRMSNorm",
+    "DSparkRotaryEmbedding",
+    "attention_bias",
+    "attention_for",
+]

@@ -20,7 +20,9 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
+from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
+from training.batches import ConversationDataset
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
 from training.features import FeatureCache
 from training.initialization import (
@@ -31,7 +33,7 @@ from training.initialization import (
     warm_start,
 )
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
-from training.trainer import ConversationDataset, DSparkTrainer, DSparkTrainingArguments
+from training.trainer import DSparkTrainer
 
 
 logger = logging.get_logger("training.train")

@@ -1,156 +1,21 @@
-"""A Hugging Face `Trainer` for drafters: the forward over packed blocks, the loss, and its metrics.
+"""A Hugging Face `Trainer` for drafters: the loss over packed blocks, normalised globally, and its metrics.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `D` hidden size, `r` Markov rank.
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `Vd` draft vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from torch.utils.data import Sampler
+from transformers import PreTrainedModel, Trainer
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.target_dspark import TargetBinding
-from training.blocks import Blocks, block_inputs, block_mask, block_positions, make_blocks, sample_anchors
-from training.data import Conversation
-from training.features import FeatureCache, TargetFeatures, compute_features, pad_ids
-from training.losses import LossWeights, SlotTerms, confidence_loss, linear_between, slot_weights, weighted_slot_loss
-
-
-@dataclass
-class DSparkTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the choices of the method; see `python -m training.train --help`."""
-
-    output_dir: str = field(default="runs/drafter", metadata={"help": "Checkpoints, logs and the final drafter."})
-    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence, an epoch."})
-    ce_weight: float = field(default=0.1, metadata={"help": "Weight of cross-entropy with the next token."})
-    soft_weight: float = field(
-        default=0.0, metadata={"help": "Weight of cross-entropy with the target's distribution."}
-    )
-    l1_weight: float = field(default=0.9, metadata={"help": "Weight of the total-variation term."})
-    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
-    loss_decay: float | None = field(
-        default=4.0, metadata={"help": "Decay of the slot weights exp(-(k - 1) / decay)."}
-    )
-    l1_warmup_fraction: float = field(
-        default=0.0,
-        metadata={
-            "help": "Share of training over which total variation replaces cross-entropy with the target's "
-            "distribution (at the start it has almost no gradient)."
-        },
-    )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Must stay false: the collator makes tensors."}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_anchors < 1:
-            raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
-        if self.remove_unused_columns:
-            raise ValueError("`remove_unused_columns` must be false.")
-        self.loss_weights(0.0)
-
-    def loss_weights(self, fraction: float) -> LossWeights:
-        """Weights of the loss terms after `fraction` of training."""
-        share = linear_between(0.0, 1.0, fraction / self.l1_warmup_fraction) if self.l1_warmup_fraction else 1.0
-        return LossWeights(
-            ce=self.ce_weight,
-            soft=self.soft_weight + (1 - share) * self.l1_weight,
-            l1=share * self.l1_weight,
-            confidence=self.confidence_weight,
-            decay=self.loss_decay,
-        )
-
-
-class ConversationDataset(Dataset):
-    """Conversations with their anchors, drawn from (seed, epoch, index) so that a resumed run sees the same blocks."""
-
-    def __init__(
-        self,
-        conversations: Sequence[Conversation],
-        *,
-        num_anchors: int,
-        seed: int,
-        cache: FeatureCache | None = None,
-        indices: Sequence[int] | None = None,
-    ):
-        self.conversations = conversations
-        self.indices = list(range(len(conversations))) if indices is None else list(indices)
-        self.num_anchors, self.seed, self.cache = num_anchors, seed, cache
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, item: int) -> dict[str, Any]:
-        index = self.indices[item]
-        conversation = self.conversations[index]
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
-        return {
-            "conversation": conversation,
-            "anchors": sample_anchors(conversation.response_mask, self.num_anchors, generator=generator),
-            "features": self.cache.load(index) if self.cache is not None else None,
-        }
-
-
-def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad a batch: ids, response masks, anchors and, from a cache, features."""
-    input_ids, response_mask = pad_ids([item["conversation"] for item in items])
-    num_blocks = max(1, *(item["anchors"].shape[0] for item in items))
-    anchors = torch.zeros(len(items), num_blocks, dtype=torch.long)
-    keep = torch.zeros(len(items), num_blocks, dtype=torch.bool)
-    for row, item in enumerate(items):
-        anchors[row, : item["anchors"].shape[0]] = item["anchors"]
-        keep[row, : item["anchors"].shape[0]] = True
-    batch = {"input_ids": input_ids, "response_mask": response_mask, "anchors": anchors, "keep": keep}
-    if items[0]["features"] is not None:
-        for name in ("features", "last_hidden", "logsumexp"):
-            rows = [getattr(item["features"], name) for item in items]
-            batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return batch
-
-
-@dataclass(frozen=True)
-class BlockOutputs:
-    """Backbone and head states of the supervised slots, in order: hidden `[n, D]`, latent `[n, r]`, confidence `[n]`."""
-
-    hidden: torch.Tensor
-    latent: torch.Tensor | None
-    confidence_logits: torch.Tensor | None
-
-
-def forward_blocks(
-    drafter: DSparkModel, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
-) -> BlockOutputs:
-    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary."""
-    num_context = input_ids.shape[1]
-    noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id)
-    hidden = drafter(
-        noise_embeds=binding.embed(noise, like=drafter.norm.weight),
-        context_hidden_states=features.to(drafter.dtype),
-        position_ids=block_positions(blocks, num_context),
-        attention_mask=block_mask(blocks, num_context),
-    ).last_hidden_state.view(*blocks.labels.shape, -1)
-    selected = hidden[blocks.supervised]
-    latent = previous = None
-    head = drafter.markov_head
-    if head is not None:
-        embedded = head.embed(blocks.previous).to(hidden.dtype)
-        latents, state = [], None
-        for slot in range(hidden.shape[2]):
-            step, state = head.step(embedded[:, :, slot], hidden[:, :, slot], state)
-            latents.append(step)
-        latent = torch.stack(latents, dim=2)[blocks.supervised]
-        previous = embedded[blocks.supervised]
-    confidence = None if drafter.confidence_head is None else drafter.confidence_head(selected, previous)
-    return BlockOutputs(selected, latent, confidence)
+from training.arguments import DSparkTrainingArguments
+from training.batches import EpochSampler, collate
+from training.blocks import Blocks, make_blocks
+from training.features import TargetFeatures, compute_features
+from training.forward import BlockOutputs, forward_blocks
+from training.losses import LossWeights, SlotTerms, confidence_loss, slot_weights, weighted_slot_loss
 
 
 class DSparkTrainer(Trainer):
@@ -165,6 +30,8 @@ class DSparkTrainer(Trainer):
 
     def __init__(self, *args: Any, target: PreTrainedModel, **kwargs: Any):
         super().__init__(*args, data_collator=collate, **kwargs)  # type: ignore[misc]  # `args` holds no collator
+        # The loss is already divided by the global batch's weight; Transformers must not divide it again.
+        self.model_accepts_loss_kwargs = True
         self.target = target
         drafter: DSparkModel = self.model  # type: ignore[assignment]
         self.binding = drafter.bind(target)
@@ -333,13 +200,9 @@ class DSparkTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
-        dataset: Any = train_dataset or self.train_dataset
-        lengths = [len(dataset.conversations[index].input_ids) for index in dataset.indices]
-        return LengthGroupedSampler(self.args.train_batch_size, lengths=lengths, generator=self._sampler_generator())
-
-    def _sampler_generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return EpochSampler(train_dataset or self.train_dataset, group_size, self.args.data_seed or self.args.seed)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Sum of slot weights over all accumulation steps and ranks."""
@@ -356,11 +219,4 @@ class DSparkTrainer(Trainer):
         return self.accelerator.reduce(total, reduction="sum").clamp(min=1e-6)
 
 
-__all__ = [
-    "BlockOutputs",
-    "ConversationDataset",
-    "DSparkTrainer",
-    "DSparkTrainingArguments",
-    "collate",
-    "forward_blocks",
-]
+__all__ = ["DSparkTrainer"]

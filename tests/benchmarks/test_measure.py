@@ -152,10 +152,10 @@ def test_prompts_come_by_source(prompts_file, tmp_path):
         load_prompts(tmp_path / "empty.jsonl")
 
 
-def test_the_shipped_prompts_are_four_of_each_set_with_their_licences():
-    sets = load_prompts(ROOT / "benchmarks" / "prompts_eval_small.jsonl")
+def test_the_shipped_prompts_are_seventeen_of_each_set_with_their_licences():
+    sets = load_prompts(ROOT / "benchmarks" / "prompts_eval.jsonl")
     assert {source: len(records) for source, records in sets.items()} == dict.fromkeys(
-        ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "arena-hard-v2"), 4
+        ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "arena-hard-v2"), 17
     )
     assert all(record["license"] and record["category"] and record["turns"] for of in sets.values() for record in of)
 

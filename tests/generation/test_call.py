@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
 from modeling_dspark.cache_dspark import _cache_keyword
@@ -400,6 +401,17 @@ def test_targets_in_lower_precision():
             for index in range(len(PROMPT[0]), len(text)):
                 gap = logits[index - 1].max() - logits[index - 1, text[index]]
                 assert gap < 0.25
+
+
+def test_a_quantised_target_is_warned_about(caplog):
+    """Its hidden states drift; the warning gives the accepted length that this call had."""
+    target = tiny_target("llama")
+    drafter = scripted(target, wrong_every=1000)
+    target.is_quantized = True
+    logging.get_logger("modeling_dspark.generation_dspark").warning_once.cache_clear()
+    run = check(target, drafter, max_new_tokens=12, eos_token_id=None)
+    assert f"{run.accepted_length:.2f}" in caplog.text
+    assert "quantised" in caplog.text
 
 
 def test_two_copies_of_remote_code(tmp_path):

@@ -62,7 +62,12 @@ def test_wrong_types_are_named(field):
 
 def test_what_is_valid():
     assert DSparkConfig(**(GOOD | {"target_layer_ids": [-1, 2]})).target_layer_ids == [-1, 2]
-    config = DSparkConfig(**GOOD, markov_rank=0, confidence_head_with_markov=False, rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    config = DSparkConfig(
+        **GOOD,
+        markov_rank=0,
+        confidence_head_with_markov=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 5.0},
+    )
     assert config.head_dim == 8
     assert config.num_key_value_heads == 4
 

@@ -15,8 +15,10 @@ import training.attention  # noqa: F401 - registers `dspark_chunked`
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.target_dspark import TargetBinding, tapped_features
 from tests.conftest import FIXTURES
+from training.arguments import DSparkTrainingArguments
 from training.blocks import make_blocks
-from training.trainer import DSparkTrainer, DSparkTrainingArguments, forward_blocks
+from training.forward import forward_blocks
+from training.trainer import DSparkTrainer
 
 
 FOLDER = FIXTURES / "a_vanilla_confM"

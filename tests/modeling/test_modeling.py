@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
+from modeling_dspark.backbone_dspark import attention_bias, attention_for
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.heads_dspark import calibrated_confidence
 from modeling_dspark.target_dspark import TargetBinding, hidden_state_indices, tapped_features
@@ -16,7 +17,7 @@ from modeling_dspark.verification_dspark import accept_greedy
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 from training.blocks import make_blocks
-from training.trainer import forward_blocks
+from training.forward import forward_blocks
 
 
 def context_of(target, drafter, ids):
@@ -116,7 +117,10 @@ class TestPrecision:
         target = tiny_target("llama").to(torch.bfloat16)
         drafter = tiny_drafter(target).to(torch.bfloat16)
         proposal = drafter.propose(
-            drafter.bind(target), context_of(target, drafter, [[5, 6]]), anchor_tokens=torch.tensor([7]), cache=DSparkCache()
+            drafter.bind(target),
+            context_of(target, drafter, [[5, 6]]),
+            anchor_tokens=torch.tensor([7]),
+            cache=DSparkCache(),
         )
         assert proposal.confidence_logits.dtype == torch.float32
 
@@ -137,6 +141,18 @@ def test_attention_implementations_agree():
         )
         results.append(proposal.base_logits)
     assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_for_each_attention_implementation():
+    mask = torch.tensor([[[[True, False]]]])
+    assert attention_bias(mask, "sdpa", torch.float32) is mask
+    for implementation in ("eager", "flex_attention"):
+        assert attention_bias(mask, implementation, torch.float32).tolist() == [
+            [[[0.0, torch.finfo(torch.float32).min]]]
+        ]
+    assert attention_for("flash_attention_2", None) == "flash_attention_2"
+    assert attention_for("flash_attention_2", mask) == "sdpa"
+    assert attention_for("eager", mask) == "eager"
 
 
 @pytest.mark.parametrize("fields", [{}, {"markov_head_type": "rnn"}, {"draft_token_ids": list(range(3, 30))}])
@@ -177,15 +193,17 @@ def test_packed_training_blocks_equal_decoded_blocks():
     features = context_of(target, drafter, ids.tolist())
     anchors = torch.tensor([[4, 9, 13]])
     blocks = make_blocks(
-        ids, torch.ones(1, 20, dtype=torch.bool), anchors=anchors, keep=torch.ones(1, 3, dtype=torch.bool), block_size=4
+        ids,
+        torch.ones(1, 20, dtype=torch.bool),
+        anchors=anchors,
+        keep=torch.ones(1, 3, dtype=torch.bool),
+        block_size=4,
     )
     with torch.no_grad():
         packed = forward_blocks(drafter, binding, blocks, input_ids=ids, features=features)
     hidden = packed.hidden.view(3, 4, -1)
     for index, anchor in enumerate(anchors[0].tolist()):
-        single = drafter.propose(
-            binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache()
-        )
+        single = drafter.propose(binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache())
         assert_close(hidden[index], single.hidden_states[0], atol=1e-5, rtol=1e-5)
 
 
@@ -199,8 +217,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
             drafter.gradient_checkpointing_enable()
         features = context_of(target, drafter, ids.tolist())
         blocks = make_blocks(
-            ids, torch.ones(1, 12, dtype=torch.bool), anchors=torch.tensor([[3, 6]]),
-            keep=torch.ones(1, 2, dtype=torch.bool), block_size=4,
+            ids,
+            torch.ones(1, 12, dtype=torch.bool),
+            anchors=torch.tensor([[3, 6]]),
+            keep=torch.ones(1, 2, dtype=torch.bool),
+            block_size=4,
         )
         outputs = forward_blocks(drafter, drafter.bind(target), blocks, input_ids=ids, features=features)
         outputs.hidden.pow(2).sum().backward()
@@ -242,16 +263,23 @@ class TestHeads:
         features = context_of(target, drafter, [[5, 6, 7]])
         results = []
         for forced in (10, 20):
+
             def processor(ids, scores, forced=forced):
                 if ids.shape[1] == 6:  # the prefix of slot 2
                     scores = torch.full_like(scores, -torch.inf)
                     scores[:, forced] = 0.0
                 return scores
 
-            results.append(drafter.propose(
-                drafter.bind(target), features, anchor_tokens=torch.tensor([8]), cache=DSparkCache(),
-                prefix_ids=torch.tensor([[5, 6, 7, 8]]), logits_processor=processor,
-            ))
+            results.append(
+                drafter.propose(
+                    drafter.bind(target),
+                    features,
+                    anchor_tokens=torch.tensor([8]),
+                    cache=DSparkCache(),
+                    prefix_ids=torch.tensor([[5, 6, 7, 8]]),
+                    logits_processor=processor,
+                )
+            )
         one, other = results
         assert one.tokens[0, 2] != other.tokens[0, 2]
         assert torch.equal(one.confidence_logits[:, :3], other.confidence_logits[:, :3])
@@ -259,7 +287,9 @@ class TestHeads:
 
     def test_temperatures(self):
         logits = torch.tensor([[2.0, -1.0, 0.5]])
-        assert_close(calibrated_confidence(logits, [1.0, 2.0, 4.0, 8.0]), torch.sigmoid(torch.tensor([[2.0, -0.5, 0.125]])))
+        assert_close(
+            calibrated_confidence(logits, [1.0, 2.0, 4.0, 8.0]), torch.sigmoid(torch.tensor([[2.0, -0.5, 0.125]]))
+        )
         assert_close(calibrated_confidence(logits, None), torch.sigmoid(logits))
 
 
@@ -324,8 +354,14 @@ class TestBorrowing:
         from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
         text = tiny_target("gemma3").config.to_dict()
-        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                  "image_size": 28, "patch_size": 14}
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
         config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
         target = Gemma3ForConditionalGeneration(config).eval()
         binding = TargetBinding(target, tiny_drafter(tiny_target("gemma3")).config)

@@ -118,7 +118,10 @@ def test_loss_and_gradient_equal_the_naive_ones(weights, chunk_size, reduced):
 
 def test_no_supervised_slot():
     total, terms = weighted_slot_loss(
-        lambda part: None, lambda part: None, labels=torch.zeros(0, dtype=torch.long), weights=torch.zeros(0),
+        lambda part: None,
+        lambda part: None,
+        labels=torch.zeros(0, dtype=torch.long),
+        weights=torch.zeros(0),
         loss_weights=LossWeights(),
     )
     assert float(total) == 0.0

@@ -1,0 +1,95 @@
+"""Whether assisted greedy decoding gives the target's own text, token for token, on evaluation prompts, as JSON.
+
+    python -m benchmarks.equality
+    python -m benchmarks.equality --limit 6 --max-new-tokens 32
+
+fp32, greedy, batch size 1, plain `generate` as the reference. The prompts take turns with the settings in `SETTINGS`.
+Finished prompts are kept in the output, so a run that was stopped goes on where it was when started again. Exit code 1
+if any output differs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from benchmarks.environment import environment
+from benchmarks.measure import first_difference, timed_call
+from benchmarks.pair import HelpFormatter, Pair, add_pair_options, describe_drafter, load_pair, positive_int
+from benchmarks.report import write_json
+from training.regenerate import read_jsonl
+
+
+HERE = Path(__file__).parent
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"assistant_confidence_threshold": 0.3},
+    {"num_assistant_tokens": 2},
+    {"assistant_confidence_threshold": 0.6},
+]
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.equality", description=__doc__, formatter_class=HelpFormatter
+    )
+    add_pair_options(parser)
+    parser.set_defaults(dtype="float32")
+    group = parser.add_argument_group("what to compare")
+    group.add_argument("--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns`")
+    group.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts")
+    group.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="length of the answers")
+    group.add_argument("--output", default=str(HERE / "results" / "equality.json"), help="the JSON file")
+    return parser.parse_args(argv)
+
+
+def compare(pair: Pair, record: dict[str, Any], settings: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """One prompt, plain and assisted: tokens, rounds, and the first difference if there is one."""
+    ids = pair.prompt_ids(record)
+    plain = timed_call(pair.target, ids, max_new_tokens=max_new_tokens, arguments={})
+    arguments = {"assistant_model": pair.drafter, **settings}
+    assisted = timed_call(pair.target, ids, max_new_tokens=max_new_tokens, arguments=arguments)
+    difference = first_difference(pair.target, ids, plain.tokens, assisted.tokens)
+    return {
+        "source": record["source"],
+        "settings": settings,
+        "new_tokens": len(plain.tokens),
+        "rounds": assisted.run.rounds,
+        "equal": difference is None,
+        "first_difference": None if difference is None else vars(difference),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = parse_options(argv)
+    try:
+        pair = load_pair(options.target, options.drafter, options.dtype)
+        records = read_jsonl(options.prompts)[: options.limit]
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results: list[dict[str, Any]] = []
+    key = {"drafter": describe_drafter(pair.drafter, options.drafter), "max_new_tokens": options.max_new_tokens}
+    path = Path(options.output)
+    if path.is_file():
+        earlier = json.loads(path.read_text())
+        if {name: earlier.get(name) for name in key} == key:
+            results = earlier["prompts"][: len(records)]
+    report = {**key, "environment": environment(options.dtype), "settings": SETTINGS}
+    for index in tqdm(range(len(results), len(records)), initial=len(results), total=len(records), unit="prompt"):
+        settings = SETTINGS[index % len(SETTINGS)]
+        results.append(compare(pair, records[index], settings, options.max_new_tokens))
+        write_json(path, {**report, "num_equal": sum(r["equal"] for r in results), "prompts": results})
+    different = [index for index, result in enumerate(results) if not result["equal"]]
+    tokens = sum(result["new_tokens"] for result in results)
+    print(f"{len(results) - len(different)} of {len(results)} outputs equal ({tokens} tokens); different: {different}")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Arguments of training that belong to the method; everything else is Transformers' own."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from training.losses import LossWeights, linear_between
+
+
+@dataclass
+class DSparkTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the choices of the method; see `python -m training.train --help`."""
+
+    output_dir: str = field(default="runs/drafter", metadata={"help": "Checkpoints, logs and the final drafter."})
+    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence, an epoch."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Weight of cross-entropy with the next token."})
+    soft_weight: float = field(
+        default=0.0, metadata={"help": "Weight of cross-entropy with the target's distribution."}
+    )
+    l1_weight: float = field(default=0.9, metadata={"help": "Weight of the total-variation term."})
+    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
+    loss_decay: float | None = field(
+        default=4.0, metadata={"help": "Decay of the slot weights exp(-(k - 1) / decay)."}
+    )
+    l1_warmup_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of training over which total variation replaces cross-entropy with the target's "
+            "distribution (at the start it has almost no gradient)."
+        },
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay false: the collator makes tensors."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_anchors < 1:
+            raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` must be false.")
+        self.loss_weights(0.0)
+
+    def loss_weights(self, fraction: float) -> LossWeights:
+        """Weights of the loss terms after `fraction` of training."""
+        share = linear_between(0.0, 1.0, fraction / self.l1_warmup_fraction) if self.l1_warmup_fraction else 1.0
+        return LossWeights(
+            ce=self.ce_weight,
+            soft=self.soft_weight + (1 - share) * self.l1_weight,
+            l1=share * self.l1_weight,
+            confidence=self.confidence_weight,
+            decay=self.loss_decay,
+        )
+
+
+__all__ = ["DSparkTrainingArguments"]

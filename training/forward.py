@@ -1,0 +1,53 @@
+"""The training forward: all packed blocks through the backbone and, teacher-forced, through the heads.
+
+The same `forward` and the same head steps as in decoding; only what is packed differs.
+
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `D` hidden size, `r` Markov rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from modeling_dspark import DSparkModel
+from modeling_dspark.target_dspark import TargetBinding
+from training.blocks import Blocks, block_inputs, block_mask, block_positions
+
+
+@dataclass(frozen=True)
+class BlockOutputs:
+    """Backbone and head states of the supervised slots, in order: hidden `[n, D]`, latent `[n, r]`, confidence `[n]`."""
+
+    hidden: torch.Tensor
+    latent: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
+
+
+def forward_blocks(
+    drafter: DSparkModel, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
+) -> BlockOutputs:
+    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary."""
+    num_context = input_ids.shape[1]
+    noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id)
+    hidden = drafter(
+        noise_embeds=binding.embed(noise, like=drafter.norm.weight),
+        context_hidden_states=features.to(drafter.dtype),
+        position_ids=block_positions(blocks, num_context),
+        attention_mask=block_mask(blocks, num_context),
+    ).last_hidden_state.view(*blocks.labels.shape, -1)
+    selected = hidden[blocks.supervised]
+    latent = previous = None
+    head = drafter.markov_head
+    if head is not None:
+        embedded = head.embed(blocks.previous).to(hidden.dtype)
+        latents, state = [], None
+        for slot in range(hidden.shape[2]):
+            step, state = head.step(embedded[:, :, slot], hidden[:, :, slot], state)
+            latents.append(step)
+        latent = torch.stack(latents, dim=2)[blocks.supervised]
+        previous = embedded[blocks.supervised]
+    confidence = None if drafter.confidence_head is None else drafter.confidence_head(selected, previous)
+    return BlockOutputs(selected, latent, confidence)
+
+
+__all__ = ["BlockOutputs", "forward_blocks"]
