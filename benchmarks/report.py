@@ -52,14 +52,22 @@ def verdict(difference: Difference | None, num_tokens: int, dtype: str) -> str:
 
 
 def latency_tables(sections: Sequence[dict[str, Any]]) -> str:
-    """The sections of a latency report as Markdown: speed and acceptance by set, and the breakdown if there is one."""
-    parts = []
+    """The sections of a latency report as Markdown: speed and acceptance by set, then the breakdowns if there are any."""
+    parts = [speed_tables(sections)]
     for section in sections:
-        title = f"{section['threads']} thread{'s' if section['threads'] != 1 else ''}"
-        parts.append(f"### {title}\n\n{_speed_table(section)}\n\n{_overall_line(section['overall'])}")
-        if "breakdown" in section:
-            parts += [_breakdown_table(f"{title}, {name}", part) for name, part in section["breakdown"].items()]
+        for name, part in section.get("breakdown", {}).items():
+            parts.append(_breakdown_table(f"{_title(section)}, {name}", part))
     return "\n\n".join(parts)
+
+
+def speed_tables(sections: Sequence[dict[str, Any]]) -> str:
+    """Speed and acceptance by set, one table for each thread count; what README and the model card quote."""
+    parts = [f"### {_title(s)}\n\n{_speed_table(s)}\n\n{_overall_line(s['overall'])}" for s in sections]
+    return "\n\n".join(parts)
+
+
+def _title(section: dict[str, Any]) -> str:
+    return f"{section['threads']} thread{'s' if section['threads'] != 1 else ''}"
 
 
 def _speed_table(section: dict[str, Any]) -> str:
@@ -124,4 +132,4 @@ def _one_line_lists(text: str) -> str:
     return re.sub(r"\[\s+([-\d.,\seE]+?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
 
 
-__all__ = ["by_position", "latency_tables", "markdown_table", "verdict", "write_json"]
+__all__ = ["by_position", "latency_tables", "markdown_table", "speed_tables", "verdict", "write_json"]
