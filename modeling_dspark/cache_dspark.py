@@ -122,9 +122,14 @@ def fresh_target_cache(target: PreTrainedModel, input_ids: torch.LongTensor, mod
     return model_kwargs | {keyword: DynamicCache(config=target.config.get_text_config(decoder=True))}
 
 
+def target_cache(model_kwargs: dict) -> object | None:
+    """The target's cache among the keyword arguments of a decoding method."""
+    return model_kwargs.get(_cache_keyword())
+
+
 def _cache_keyword() -> str:
     """`cache` from Transformers 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-__all__ = ["DSparkCache", "WritePlan", "fresh_target_cache"]
+__all__ = ["DSparkCache", "WritePlan", "fresh_target_cache", "target_cache"]

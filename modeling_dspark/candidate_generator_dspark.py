@@ -4,18 +4,22 @@ Each round the loop hands over the target's outputs; the generator turns them in
 schedules how much of it is verified and cuts it where the text could end. Verification itself is elsewhere.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+from transformers.utils import logging
 
 from .cache_dspark import DSparkCache
 from .drafting_dspark import propose
 from .scheduling_dspark import resolve_settings, static_lengths
 from .target_dspark import hidden_states_argument, tapped_features
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -111,7 +115,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.ends_with_draft = False
         self._is_prefill = True
         self._do_sample = generation_config.do_sample
-        self._max_length = generation_config.max_length
+        lengths = [item.max_length for item in stopping_criteria or () if isinstance(item, MaxLengthCriteria)]
+        self._max_length = min([generation_config.max_length, *lengths])
         self._logits_processor = logits_processor or None
         self._content_criteria = [
             criterion
@@ -205,13 +210,33 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Greedy: the drafts before the first token at which a criterion fires; if they are all right, the target's own
         next token is that token. Sampling: that token included, since whether a slot is verified must not depend on the
         token drawn for it; verification then leaves out the bonus token (`ends_with_draft`).
+
+        Criteria are asked about texts that may never come to be, so they must depend on `input_ids` alone. One that
+        cannot be asked (it reads the scores, say) leaves no drafts: the loop then asks it token by token.
         """
         for end in range(1, drafts.shape[1] + 1):
             candidate = torch.cat([input_ids, drafts[:, :end]], dim=1)
-            if any(bool(criterion(candidate, None).any()) for criterion in self._content_criteria):
+            if self._would_stop(candidate):
+                if self.settings.num_assistant_tokens == 0:
+                    return 0
                 self.ends_with_draft = self._do_sample
                 return end if self._do_sample else end - 1
         return drafts.shape[1]
+
+    def _would_stop(self, candidate: torch.Tensor) -> bool:
+        for criterion in self._content_criteria:
+            try:
+                stops = criterion(candidate, None)
+            except (TypeError, IndexError, AttributeError):
+                logger.warning_once(
+                    f"The stopping criterion {type(criterion).__name__} cannot be asked about draft tokens without their "
+                    "scores, so this call decodes without drafts."
+                )
+                self.settings = replace(self.settings, num_assistant_tokens=0)
+                return True
+            if bool(torch.as_tensor(stops).any()):
+                return True
+        return False
 
 
 __all__ = ["DSparkCandidateGenerator", "RunStatistics"]

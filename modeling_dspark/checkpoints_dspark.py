@@ -14,7 +14,6 @@ from transformers.utils import cached_file
 from .configuration_dspark import DSparkConfig
 
 
-_COPIES_OF_TARGET = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
 _DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel",)
 _DEEPSPEC_MARKS = ("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers")
 _DEEPSPEC_FIELDS = (
@@ -41,8 +40,6 @@ def load_checkpoint(
         raw = _read_config(name_or_path, {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs})
         if raw.get("model_type") != model_class.config_class.model_type:
             kwargs["config"] = config_from_deepspec(raw, str(name_or_path), model_class.config_class)
-    ignored = model_class._keys_to_ignore_on_load_unexpected
-    model_class._keys_to_ignore_on_load_unexpected = _COPIES_OF_TARGET
     kwargs["ignore_mismatched_sizes"] = True  # reported below, together with the rest
     try:
         model, info = load(name_or_path, *model_args, output_loading_info=True, **kwargs)
@@ -52,9 +49,8 @@ def load_checkpoint(
         raise ValueError(
             f"A weight file of `{name_or_path}` is corrupt or truncated ({error}). Download or copy it again."
         ) from error
-    finally:
-        model_class._keys_to_ignore_on_load_unexpected = ignored
     _refuse_incomplete(info, str(name_or_path))
+    _check_draft_vocabulary(model, str(name_or_path))
     return (model, info) if wants_info else model
 
 
@@ -112,6 +108,18 @@ def _refuse_incomplete(info: dict[str, Any], source: str) -> None:
             problems.append(f"{name.split('_')[0]}: {', '.join(keys)}")
     if problems:
         raise ValueError(f"The checkpoint `{source}` does not fit its configuration; {'; '.join(problems)}.")
+
+
+def _check_draft_vocabulary(model: Any, source: str) -> None:
+    ids = model.draft_token_ids
+    if ids is None or ids.is_meta:
+        return
+    inside = bool(((ids >= 0) & (ids < model.config.vocab_size)).all())
+    if not inside or ids.unique().numel() != ids.numel():
+        raise ValueError(
+            f"The checkpoint `{source}` has a `d2t` that does not map its draft vocabulary to distinct tokens in "
+            f"[0, vocab_size = {model.config.vocab_size})."
+        )
 
 
 __all__ = ["config_from_deepspec", "load_checkpoint"]

@@ -4,11 +4,13 @@ First file of the data path; it imports none of the others. It says nothing abou
 settings live in the target's `GenerationConfig`, and the `default_*` fields here are only what they fall back to.
 """
 
+import math
 from itertools import pairwise
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
 
 
@@ -143,6 +145,8 @@ class DSparkConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation of Transformers, got {self.hidden_act!r}.")
         if self.head_dim % 2:  # type: ignore[operator]  # filled in by now
             raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
 
@@ -182,7 +186,9 @@ class DSparkConfig(PreTrainedConfig):
         if temperatures is not None:
             if not self.enable_confidence_head:
                 raise ValueError("`confidence_temperatures` needs `enable_confidence_head=True`.")
-            if len(temperatures) != self.block_size or min(temperatures) <= 0:
+            if len(temperatures) != self.block_size or not all(
+                0 < temperature < math.inf for temperature in temperatures
+            ):
                 raise ValueError(
                     f"`confidence_temperatures` must be {self.block_size} (`block_size`) positive numbers, "
                     f"got {temperatures}."

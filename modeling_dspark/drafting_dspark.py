@@ -17,6 +17,7 @@ from .heads_dspark import calibrated_confidence
 from .target_dspark import TargetBinding
 
 
+_UNDRAFTABLE = -1e30  # finite after any sensible temperature, and of no weight in a softmax
 LogitsProcessor = Callable[..., torch.Tensor]  # (prefix ids, logits) -> logits
 
 
@@ -135,7 +136,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         if logits_processor is None and not do_sample:
             previous = drafter.to_target_ids(step.logits.argmax(dim=-1))
         else:
-            processed = _processed(drafter.to_target_logits(step.logits), prefix, logits_processor)
+            processed = _processed(drafter, step.logits, prefix, logits_processor)
             previous = _pick(processed, do_sample, generator)
             prefix = None if prefix is None else torch.cat([prefix, previous[:, None].to(prefix.device)], dim=1)
             logits.append(processed)
@@ -145,13 +146,19 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
 
 
 def _processed(
-    logits: torch.Tensor, prefix: torch.Tensor | None, logits_processor: LogitsProcessor | None
+    drafter: Any, logits: torch.Tensor, prefix: torch.Tensor | None, logits_processor: LogitsProcessor | None
 ) -> torch.Tensor:
-    """The user's processors on one slot `[R, V]`; a row they leave without any token proposes token 0 for certain."""
-    if logits_processor is None:
-        return logits
-    processed = logits_processor(prefix, logits)
-    empty = ~torch.isfinite(processed).any(dim=-1, keepdim=True)
+    """The user's processors on one slot: `[R, Vd]` to `[R, V]`, the logits of what is drawn from.
+
+    Processors see a finite value at tokens that cannot be drafted, since some of them fail on a row without any finite
+    value. A row that is left without a token (or is not a number) proposes token 0 for certain.
+    """
+    full = drafter.to_target_logits(logits, fill=-torch.inf if logits_processor is None else _UNDRAFTABLE)
+    if logits_processor is not None:
+        full = logits_processor(prefix, full)
+    processed = full.masked_fill(drafter.undraftable(full.device), -torch.inf)
+    unusable = torch.isnan(processed) | torch.isposinf(processed)
+    empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
     certain = torch.full_like(processed, -torch.inf)
     certain[:, 0] = 0.0
     return torch.where(empty, certain, processed)

@@ -20,11 +20,14 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
+from .cache_dspark import target_cache
 from .candidate_generator_dspark import DSparkCandidateGenerator, RunStatistics
 from .scheduling_dspark import resolve_settings
 from .target_dspark import check_target
@@ -35,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 SUPPORTED_TRANSFORMERS = "5.17 to 5.24"
 _MARK = "_dspark_original"
+_STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+_STATEFUL_ARGUMENTS = "`guidance_scale` or a SynthID `watermarking_config`"
 _active_run: ContextVar["AssistedRun | None"] = ContextVar("dspark_active_run", default=None)
 
 
@@ -118,11 +123,11 @@ def check_call(
     resolve_settings(generation_config, drafter.config)
 
 
-def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_processor: LogitsProcessorList) -> None:
     """Refuse inputs that the loop cannot take.
 
     Raises:
-        ValueError: for more than one row, or an empty prompt.
+        ValueError: for more than one row, an empty prompt, a target without a cache, or a stateful logits processor.
     """
     if input_ids.shape[0] > 1:
         raise ValueError(
@@ -131,6 +136,17 @@ def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("The prompt is empty: `input_ids` has shape [1, 0]. Pass at least one token.")
+    if target_cache(model_kwargs) is None:
+        raise ValueError(
+            "A DSpark drafter needs a target with a cache of its own making: pass `use_cache=True` (the default), and a "
+            "model whose forward returns a cache."
+        )
+    for processor in logits_processor:
+        if isinstance(processor, _STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} ({_STATEFUL_ARGUMENTS}) keeps a state that advances with every call, so it "
+                "cannot be asked about draft tokens. Leave it out, or leave out `assistant_model`."
+            )
 
 
 def install_dispatcher() -> None:

@@ -53,6 +53,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
     config: DSparkConfig
     config_class = DSparkConfig
     base_model_prefix = "dspark"
+    # DeepSpec ships copies of the target's embedding and LM head, which are borrowed from the target.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
     supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
@@ -185,12 +187,20 @@ class DSparkModel(DSparkPreTrainedModel):
         """Draft ids to target ids: `target = draft + d2t[draft]`."""
         return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
 
-    def to_target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, Vd]` in the target's vocabulary `[R, V]` and fp32, `-inf` at tokens that cannot be drafted."""
+    def undraftable(self, device: torch.device) -> torch.Tensor:
+        """Mask `[V]` of the tokens that a reduced draft vocabulary leaves out."""
+        mask = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=device)
+        if self.draft_token_ids is not None:
+            mask.fill_(True)
+            mask[self.draft_token_ids.to(device)] = False
+        return mask
+
+    def to_target_logits(self, logits: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
+        """Logits `[R, Vd]` in the target's vocabulary `[R, V]` and fp32, `fill` at tokens that cannot be drafted."""
         logits = logits.float()
         if self.config.draft_vocab_size is None:
             return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), fill)
         full[..., self.draft_token_ids] = logits
         return full
 
@@ -218,7 +228,7 @@ class DSparkModel(DSparkPreTrainedModel):
         model_kwargs: dict[str, Any],
     ) -> tuple[AssistedRun, dict[str, Any]]:
         """Called by the dispatcher when decoding starts: the state of the call, and the keyword arguments to go on with."""
-        check_inputs(input_ids, model_kwargs)
+        check_inputs(input_ids, model_kwargs, arguments["logits_processor"])
         run = AssistedRun(
             self,
             target,

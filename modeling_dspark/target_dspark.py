@@ -38,6 +38,11 @@ def hidden_states_argument(target_layer_ids: Sequence[int]) -> bool | list[int]:
 def tapped_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Sequence[int]) -> torch.Tensor:
     """Concatenate the tapped hidden states, in list order: `[R, T, L * D]`; layers may sit on several devices."""
     tapped = [hidden_states[index] for index in hidden_state_indices(target_layer_ids)]
+    if tapped[0].dim() != 3:
+        raise ValueError(
+            f"The target's hidden states have shape {tuple(tapped[0].shape)}; a DSpark drafter reads states of shape "
+            "[rows, tokens, hidden size], so this target cannot be used."
+        )
     return torch.cat([states.to(tapped[0].device) for states in tapped], dim=-1)
 
 
@@ -54,8 +59,11 @@ def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
     if target.get_output_embeddings() is None or target.get_input_embeddings() is None:
         raise ValueError(f"{type(target).__name__} has no LM head or no input embedding for the drafter to borrow.")
     text = target.config.get_text_config()
+    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
     pairs = {
         "hidden_size": (text.hidden_size, config.hidden_size),
+        "embedding size": (getattr(embedding, "embedding_dim", config.hidden_size), config.hidden_size),
+        "LM head input size": (getattr(head, "in_features", config.hidden_size), config.hidden_size),
         "vocab_size": (text.vocab_size, config.vocab_size),
         "num_hidden_layers": (text.num_hidden_layers, config.num_target_layers),
     }
@@ -125,9 +133,10 @@ class TargetBinding:
 
 def _logit_scale(text_config: Any) -> float:
     """Factor some families apply to the LM head's output (Cohere and Falcon-H1 multiply, Granite divides)."""
-    multiply = getattr(text_config, "logit_scale", None) or getattr(text_config, "lm_head_multiplier", None) or 1.0
-    divide = getattr(text_config, "logits_scaling", None) or 1.0
-    return multiply / divide
+    scale = getattr(text_config, "logit_scale", None) or getattr(text_config, "lm_head_multiplier", None) or 1.0
+    scaling = getattr(text_config, "logits_scaling", None) or 1.0
+    # The same field name, used the other way round.
+    return scale * scaling if text_config.model_type == "hyperclovax" else scale / scaling
 
 
 def _head_rows(
