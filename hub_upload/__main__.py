@@ -24,7 +24,7 @@ def package(
 
     try:
         files = assemble(drafter, output, overwrite=overwrite)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     for path in files:
         typer.echo(f"{path.stat().st_size:>12,}  {path}")

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -45,6 +46,7 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
     config = _checked_config(source)
     _check_output(source, target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
+    replaced = target.with_name(f".{target.name}.replaced")
     scratch = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
     try:
         (scratch / "config.json").write_text(
@@ -54,10 +56,13 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
             shutil.copyfile(path, scratch / path.name)
         scratch.chmod(0o755)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(replaced)
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if not target.exists() and replaced.exists():
+            replaced.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
@@ -67,11 +72,16 @@ def _checked_config(source: Path) -> dict:
             raise ValueError(f"`{source}` is not a drafter folder: it has no `{name}` (needed: {_DRAFTER_FILES}).")
     try:
         config = json.loads((source / "config.json").read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"`{source / 'config.json'}` is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"`{source / 'config.json'}` is not a JSON object.")
     if config.get("model_type") != DSparkConfig.model_type:
         raise ValueError(f"`{source}` has `model_type` {config.get('model_type')!r}, expected 'dspark'.")
-    DSparkConfig.from_dict(config)
+    try:
+        DSparkConfig.from_dict(config)
+    except StrictDataclassError as error:
+        raise ValueError(f"`{source / 'config.json'}`: {error}.") from error
     try:
         with safe_open(source / "model.safetensors", framework="pt"):
             pass
@@ -81,14 +91,24 @@ def _checked_config(source: Path) -> dict:
 
 
 def _check_output(source: Path, target: Path, overwrite: bool) -> None:
-    if source.resolve() == target.resolve():
-        raise ValueError(f"`output` is the drafter folder itself (`{source}`); choose another folder.")
+    inside, outside = source.resolve(), target.resolve()
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise ValueError(
+            f"`output` (`{target}`) is the drafter folder itself, or one lies inside the other (`{source}`); choose another "
+            "folder."
+        )
+    if target.is_symlink():
+        raise ValueError(f"`{target}` is a symbolic link; give the folder itself.")
     if not target.exists():
         return
     if not overwrite:
         raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier package, or another folder.")
-    if not (target / "modeling_dspark.py").is_file():
+    if not target.is_dir() or not (target / "config.json").is_file():
         raise ValueError(f"`{target}` exists and is not an earlier package, so it is not replaced.")
+    written = {*_DRAFTER_FILES, *(path.name for path in remote_code_files())}
+    foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
+    if foreign:
+        raise ValueError(f"`{target}` holds files that no package has ({foreign[:5]}), so it is not replaced.")
 
 
 __all__ = ["AUTO_MAP", "package", "remote_code_files"]

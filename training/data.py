@@ -5,6 +5,7 @@ Reads what `training.regenerate` writes. No features and no model here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -45,24 +46,36 @@ def load_conversations(
     prompts = read_jsonl(prompts_file)
     prompt_cache: dict[int, list[int]] = {}
     conversations: list[Conversation] = []
+    vocab_size = len(tokenizer)
     counts = {"short_answers": 0, "long_prompts": 0, "cut": 0}
     for path in answer_files:
         for record in read_jsonl(path):
-            index = record["prompt"]
+            index, answer = _checked(record, path, vocab_size)
             if not 0 <= index < len(prompts):
                 raise ValueError(f"`{path}` answers prompt {index}, but `{prompts_file}` has {len(prompts)} prompts.")
             ids = prompt_cache.setdefault(index, prompt_ids(tokenizer, prompts[index]))
-            if len(record["answer_ids"]) < min_response:
+            if len(answer) < min_response:
                 counts["short_answers"] += 1
             elif len(ids) + min_response > max_length:
                 counts["long_prompts"] += 1
             else:
-                whole = (*ids, *record["answer_ids"])
+                whole = (*ids, *answer)
                 counts["cut"] += len(whole) > max_length
                 conversations.append(Conversation(whole[:max_length], len(ids), record.get("temperature", 0.0)))
     if not conversations:
         raise ValueError(f"No conversation to train on in {list(answer_files)} ({counts}).")
     return conversations, counts
+
+
+def _checked(record: Any, path: str, vocab_size: int) -> tuple[int, list[int]]:
+    index, answer = (record.get(name) if isinstance(record, dict) else None for name in ("prompt", "answer_ids"))
+    is_list = isinstance(answer, list) and all(isinstance(token, int) and 0 <= token < vocab_size for token in answer)
+    if not isinstance(index, int) or not is_list:
+        raise ValueError(
+            f"`{path}`: an answer needs `prompt` (a line number) and `answer_ids` (token ids below {vocab_size}), got "
+            f"{str(record)[:120]}."
+        )
+    return index, answer  # type: ignore[return-value]  # checked above
 
 
 def choose_draft_vocabulary(

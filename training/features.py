@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -38,6 +38,15 @@ class TargetFeatures:
     features: torch.Tensor
     last_hidden: torch.Tensor
     logsumexp: torch.Tensor
+
+
+def fingerprint(target: PreTrainedModel) -> str:
+    """Identifies a target by some numbers of every parameter: another model at the same path is another target."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)][:64]
+        digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -137,7 +146,13 @@ class FeatureCache:
         """Features of one conversation, without a batch dimension."""
         shard, start = index // self.shard_size, self._offsets[index]
         if shard not in self._open:
-            self._open[shard] = safe_open(self._path(shard), framework="pt")
+            try:
+                self._open[shard] = safe_open(self._path(shard), framework="pt")
+            except SafetensorError as error:
+                path = self._path(shard)
+                raise ValueError(
+                    f"The feature shard `{path}` is damaged ({error}); delete it and start again."
+                ) from error
         part = slice(start, start + len(self.conversations[index].input_ids))
         tensors = {name: self._open[shard].get_slice(name)[part] for name in ("features", "last_hidden", "logsumexp")}
         return TargetFeatures(**tensors)
@@ -180,4 +195,4 @@ class FeatureCache:
         scratch.replace(self._path(shard))
 
 
-__all__ = ["FeatureCache", "TargetFeatures", "compute_features", "pad_ids"]
+__all__ = ["FeatureCache", "TargetFeatures", "compute_features", "fingerprint", "pad_ids"]

@@ -12,6 +12,7 @@ finished answers are also saved as a `datasets` folder.
 """
 
 import json
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +56,14 @@ class RegenerateArguments:
     def __post_init__(self) -> None:
         if self.samples_per_prompt < 1 or self.batch_size < 1 or self.max_new_tokens < 1:
             raise ValueError("`samples_per_prompt`, `batch_size` and `max_new_tokens` must be at least 1.")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"`temperatures` must be a non-empty list of numbers >= 0, got {self.temperatures}.")
+        values: Any = self.temperatures
+        numbers = isinstance(values, list) and all(isinstance(value, (int, float)) for value in values)
+        if not numbers or not values or not all(0 <= value < math.inf for value in values):
+            raise ValueError(f"`temperatures` must be a non-empty list of numbers >= 0, got {values}.")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {self.dtype!r}.")
+        if self.skip < 0 or (self.limit is not None and self.limit < 1):
+            raise ValueError(f"`skip` must be at least 0 and `limit` at least 1, got {self.skip} and {self.limit}.")
 
 
 @dataclass(frozen=True)
@@ -90,11 +97,12 @@ def read_jsonl(path: str | Path) -> list[dict]:
     return records
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: dict) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any) -> list[int]:
     """Token ids of a prompt through the target's chat template (plain text where there is no template)."""
-    text = record["turns"][0] if "turns" in record else record.get("text")
+    turns = record.get("turns") if isinstance(record, dict) else None
+    text = turns[0] if isinstance(turns, list) and turns else record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"A prompt needs `turns` (a list of strings) or `text`, got the fields {sorted(record)}.")
+        raise ValueError(f"A prompt needs `turns` (a list of strings) or `text`, got {str(record)[:120]}.")
     if tokenizer.chat_template is None:
         return tokenizer(text).input_ids
     message = [{"role": "user", "content": text}]
@@ -179,6 +187,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
     requests, too_long = plan_requests(arguments, tokenizer)
     path = _answers_path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _check_provenance(path, arguments, tokenizer, too_long)
     done = {(record["prompt"], record.get("sample", 0)) for record in read_jsonl(path)} if path.is_file() else set()
     _drop_cut_line(path)
     batches = plan_batches(requests, arguments.batch_size, arguments.seed)
@@ -207,7 +216,10 @@ def regenerate(arguments: RegenerateArguments) -> Path:
             file.flush()
             bar.update(len(pending))
             bar.set_postfix(tokens=tokens, skipped_long_prompts=too_long)
-    _write_provenance(path, arguments, tokenizer, too_long)
+    if not arguments.output.endswith(".jsonl"):
+        from datasets import Dataset  # the training extra; needed for this output only
+
+        Dataset.from_list(read_jsonl(path)).save_to_disk(str(path.parent / "dataset"))
     return path
 
 
@@ -221,9 +233,10 @@ def _drop_cut_line(path: Path) -> None:
                 file.truncate(len(complete))
 
 
-def _write_provenance(
+def _check_provenance(
     path: Path, arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBase, too_long: int
 ) -> None:
+    """Write how the answers are made next to them, or check that a resumed run makes them the same way."""
     details = {
         "target": arguments.target,
         "chat_template_sha256": chat_template_hash(tokenizer),
@@ -232,11 +245,16 @@ def _write_provenance(
         "seed": arguments.seed,
         "skipped_long_prompts": too_long,
     }
-    path.with_suffix(".meta.json").write_text(json.dumps(details, indent=2) + "\n")
-    if not arguments.output.endswith(".jsonl"):
-        from datasets import Dataset  # the training extra; needed for this output only
-
-        Dataset.from_list(read_jsonl(path)).save_to_disk(str(path.parent / "dataset"))
+    record = path.with_suffix(".meta.json")
+    if path.is_file() and record.is_file():
+        earlier = json.loads(record.read_text())
+        different = {name: (earlier.get(name), value) for name, value in details.items() if earlier.get(name) != value}
+        if different:
+            raise ValueError(
+                f"`{path}` was made with other arguments (then, now): {different}. Go on with the same ones, or choose "
+                "another `output`."
+            )
+    record.write_text(json.dumps(details, indent=2) + "\n")
 
 
 if __name__ == "__main__":

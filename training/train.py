@@ -8,6 +8,7 @@ Every key of the YAML file is a flag and the other way round; flags win; unknown
 training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
@@ -24,7 +26,7 @@ from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
-from training.features import FeatureCache
+from training.features import FeatureCache, fingerprint
 from training.initialization import (
     config_for_target,
     default_layer_ids,
@@ -72,6 +74,15 @@ class DataArguments:
     feature_cache: str | None = field(default=None, metadata={"help": "Folder for target features, computed once."})
     feature_cache_gb: float = field(default=20.0, metadata={"help": "Largest size of the feature cache."})
 
+    def __post_init__(self) -> None:
+        if self.num_eval_conversations < 0 or self.max_length < 2:
+            raise ValueError(
+                f"`num_eval_conversations` must be at least 0 and `max_length` at least 2, got "
+                f"{self.num_eval_conversations} and {self.max_length}."
+            )
+        if self.max_conversations is not None and self.max_conversations < 1:
+            raise ValueError(f"`max_conversations` must be at least 1, got {self.max_conversations}.")
+
 
 def parse_arguments(argv: list[str]) -> tuple[DrafterArguments, DataArguments, DSparkTrainingArguments]:
     """Flags over YAML (`--config file`) over defaults.
@@ -83,19 +94,63 @@ def parse_arguments(argv: list[str]) -> tuple[DrafterArguments, DataArguments, D
     parser = HfArgumentParser(groups, description=__doc__.split("\n\n")[0])
     argv = list(argv)
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
-    if "--config" in argv:
-        index = argv.index("--config")
-        path = Path(argv[index + 1]) if index + 1 < len(argv) else Path()
-        if not path.is_file():
-            raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
-        content = yaml.safe_load(path.read_text()) or {}
-        known = {item.name for group in groups for item in fields(group)}
-        unknown = sorted(set(content) - known)
-        if unknown:
-            raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
-        parser.set_defaults(**content)
+    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_config.add_argument("--config", action="append", default=[])
+    files = only_config.parse_known_args(argv)[0].config
+    if len(files) > 1:
+        raise ValueError(f"`--config` may be given once, got {files}.")
+    if files:
+        content = _read_yaml(Path(files[0]), {item.name for group in groups for item in fields(group)})
+        parser.set_defaults(**{name: None for name, value in content.items() if value is None})
+        argv = _as_flags(content) + argv  # of a flag given twice, the later one counts
     parsed = parser.parse_args_into_dataclasses(args=argv)
     return parsed[0], parsed[1], parsed[2]
+
+
+def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
+    content = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path}` must hold `key: value` lines, got {content!r}.")
+    unknown = sorted(set(content) - known)
+    if unknown:
+        raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
+    return content
+
+
+def _as_flags(content: dict[str, Any]) -> list[str]:
+    """YAML values as flags, so that both are converted and checked in the same way."""
+    flags: list[str] = []
+    for name, value in content.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(str(v).lower() if isinstance(v, bool) else str(v) for v in values)]
+    return flags
+
+
+def check_resumed(folder: Path, drafter: DSparkModel) -> None:
+    """Refuse to resume a checkpoint of a drafter with another configuration.
+
+    Raises:
+        ValueError: names the fields that differ, with both values.
+    """
+    saved = json.loads((folder / "config.json").read_text())
+    current = drafter.config.to_dict()
+    fields_ = (
+        "block_size",
+        "target_layer_ids",
+        "mask_token_id",
+        "markov_rank",
+        "markov_head_type",
+        "draft_vocab_size",
+    )
+    different = {name: (saved.get(name), current[name]) for name in fields_ if saved.get(name) != current[name]}
+    if different:
+        raise ValueError(
+            f"`{folder}` holds a drafter with other settings than asked for now (then, now): {different}. Resume with the "
+            "same arguments, or choose another `output_dir`."
+        )
 
 
 def split_conversations(conversations: list[Conversation], num_eval: int) -> tuple[list[int], list[int]]:
@@ -117,6 +172,7 @@ def build_drafter(
 ) -> DSparkModel:
     """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
     if arguments.drafter is not None:
+        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
         return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
@@ -165,7 +221,7 @@ def main(argv: list[str] | None = None) -> DSparkModel:
         cache = FeatureCache(
             data.feature_cache,
             conversations,
-            target_name=f"{drafter_arguments.target} {drafter_arguments.target_dtype}",
+            target_name=f"{drafter_arguments.target_dtype} {fingerprint(target)}",
             target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
             hidden_size=drafter.config.hidden_size,
         )
@@ -181,8 +237,14 @@ def main(argv: list[str] | None = None) -> DSparkModel:
         train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
         eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
     )
-    resume = training.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    resume: Any = training.resume_from_checkpoint
+    if str(resume).lower() == "true":
+        resume = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+        if resume is None:
+            raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
+    if resume:
+        check_resumed(Path(resume), drafter)
+    trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         folder = Path(training.output_dir) / "drafter"
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)

@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `Vd` draft vocabulary.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -185,6 +186,11 @@ class DSparkTrainer(Trainer):
             logs |= {f"eval_{name}": value for name, value in self._take_metrics(False).items()}
         elif "loss" in logs:
             logs |= self._take_metrics(True)
+            if not math.isfinite(logs.get("slot_loss", 0.0)):
+                raise ValueError(
+                    f"The loss is {logs['slot_loss']} at step {self.state.global_step}: stop before a broken drafter is "
+                    "saved. Lower `learning_rate`, or check the target's logits for NaN."
+                )
         super().log(logs, *args, **kwargs)
 
     def prediction_step(

@@ -6,7 +6,18 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
 from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
@@ -14,6 +25,7 @@ from transformers.utils import logging
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
 from modeling_dspark.cache_dspark import _cache_keyword
 from modeling_dspark.scheduling_dspark import resolve_settings
+from modeling_dspark.target_dspark import tapped_features
 from tests.builders import script, tiny_drafter, tiny_target
 from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain, scripted
 
@@ -166,6 +178,28 @@ class TestHostileInput:
         target = tiny_target("llama")
         self.refused(next(iter(field)), target, tiny_drafter(target), **field)
 
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {"guidance_scale": 1.5},
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2], context_history_size=4)},
+        ],
+        ids=["guidance", "synthid"],
+    )
+    def test_processors_that_keep_a_state(self, state):
+        target = tiny_target("llama")
+        with pytest.raises(ValueError, match="keeps a state"):
+            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=4, **state)
+
+    def test_no_cache(self):
+        target = tiny_target("llama")
+        with pytest.raises(ValueError, match="use_cache"):
+            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=4, use_cache=False)
+
+    def test_hidden_states_of_another_shape(self):
+        with pytest.raises(ValueError, match="hidden states have shape"):
+            tapped_features([torch.zeros(2, 1, 3, 4)], [-1])
+
     def test_a_later_call_works(self):
         target = tiny_target("llama")
         drafter = scripted(target)
@@ -310,6 +344,38 @@ def test_pipeline(tiny_tokenizer):
     assert drafter.last_run.rounds > 0
 
 
+class TestCriteria:
+    """Criteria of the user's own, at the exact token."""
+
+    def run(self, criterion, **kwargs):
+        target = tiny_target("llama")
+        criteria = {"stopping_criteria": StoppingCriteriaList([criterion])}
+        wanted = {"max_new_tokens": 30, "eos_token_id": None, **kwargs}
+        for wrong_every in (3, 1000):
+            expected = plain(target, PROMPT, **criteria, **wanted)
+            output = assisted(target, scripted(target, wrong_every=wrong_every), PROMPT, **criteria, **wanted)
+            ours, theirs = (getattr(x, "sequences", x).tolist() for x in (output, expected))
+            assert ours == theirs
+
+    @pytest.mark.parametrize("length", [7, 8, 13, 16])
+    def test_max_length_criteria(self, length):
+        self.run(MaxLengthCriteria(length))
+
+    def test_a_plain_bool(self):
+        class Stops(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return input_ids.shape[1] >= 13
+
+        self.run(Stops())
+
+    def test_scores(self):
+        class Stops(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return torch.tensor([len(scores) >= 7])
+
+        self.run(Stops(), output_scores=True, return_dict_in_generate=True)
+
+
 class TestCaches:
     @pytest.mark.parametrize("num_cached", [2, 5])
     def test_a_cache_with_a_prefix_of_the_prompt(self, num_cached):
@@ -388,6 +454,38 @@ def test_processors_that_leave_no_draftable_token():
     kwargs = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None, "suppress_tokens": [4, 5, 6]}
     output = target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs)
     assert not {4, 5, 6} & set(output[0, 6:].tolist())
+
+
+@pytest.mark.parametrize(
+    "warper", [{"eta_cutoff": 0.2}, {"epsilon_cutoff": 0.1}, {"typical_p": 0.5}, {"top_p": 0.5}], ids=str
+)
+def test_warpers_with_nothing_to_draft(warper):
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, draft_token_ids=[4, 5, 6])
+    kwargs = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None, "suppress_tokens": [4, 5, 6]}
+    output = target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs, **warper)
+    assert not {4, 5, 6} & set(output[0, 6:].tolist())
+
+
+def test_a_drafter_of_nan():
+    """Useless drafts, right text."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    with torch.no_grad():
+        drafter.fc.weight.fill_(torch.nan)
+    check(target, drafter, max_new_tokens=10, eos_token_id=None)
+    kwargs = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None, "top_k": 0}
+    assert target.generate(torch.tensor(PROMPT), assistant_model=drafter, **kwargs).shape[1] == 16
+
+
+def test_embeddings_in_place_of_tokens():
+    target = tiny_target("llama")
+    drafter = scripted(target, wrong_every=1000)
+    embeds = target.get_input_embeddings()(torch.tensor(PROMPT)).detach()
+    kwargs = {"inputs_embeds": embeds, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = target.generate(**kwargs)
+    assert target.generate(**kwargs, assistant_model=drafter).tolist() == expected.tolist()
+    assert sum(drafter.last_run.accepted) > 10
 
 
 def test_targets_in_lower_precision():

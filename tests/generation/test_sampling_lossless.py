@@ -88,6 +88,8 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
     observed = torch.cat([counts[common], counts[~common].sum()[None]])
     wanted = torch.cat([expected[common], expected[~common].sum()[None]])
     used = wanted > 0
+    if int(used.sum()) < 2:
+        return 1.0  # only one text is possible, and nothing else occurred
     statistic = ((observed[used] - wanted[used]) ** 2 / wanted[used]).sum()
     return float(chi2.sf(float(statistic), int(used.sum()) - 1))
 
@@ -301,7 +303,7 @@ def test_eos_inside_a_sampled_block():
     torch.manual_seed(3)
     longest, stop = 5, 2
     counts = torch.zeros(longest, dtype=torch.float64)
-    for _ in range(1500):
+    for _ in range(800):
         output = target.generate(
             PROMPT, assistant_model=drafter, do_sample=True, max_new_tokens=longest, eos_token_id=stop, top_k=0
         )[0, 2:]

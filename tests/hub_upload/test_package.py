@@ -1,6 +1,7 @@
 """A package holds exactly what it needs, the same bytes every time, and is never half there."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +52,23 @@ def test_overwrite(source, tmp_path):
     assert (precious / "thesis.txt").exists()
     with pytest.raises(ValueError, match="drafter folder itself"):
         package(source, source, overwrite=True)
+
+
+def test_what_is_the_users_is_kept(source, tmp_path):
+    """A note in an earlier package, a source inside the output, and an output inside the source."""
+    package(source, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="notes.txt"):
+        package(source, tmp_path / "out", overwrite=True)
+    inner = tmp_path / "out" / "source"
+    shutil.copytree(source, inner)
+    for one, other in ((inner, tmp_path / "out"), (source, source / "out")):
+        with pytest.raises(ValueError, match="inside the other"):
+            package(one, other, overwrite=True)
+    assert (inner / "model.safetensors").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(ValueError, match="symbolic link"):
+        package(source, tmp_path / "link", overwrite=True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])

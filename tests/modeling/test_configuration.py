@@ -35,6 +35,8 @@ GOOD = {
         ("markov_head_type", "gru"),
         ("confidence_temperatures", [1.0]),
         ("confidence_temperatures", [1.0] * 6 + [0.0]),
+        ("confidence_temperatures", [float("nan")] * 7),
+        ("hidden_act", "bogus"),
         ("draft_vocab_size", 62),
         ("draft_vocab_size", 0),
         ("default_num_assistant_tokens", 0),

@@ -74,6 +74,14 @@ class TestCheckpoints:
         with pytest.raises(ValueError, match=message):
             DSparkModel.from_pretrained(self.copy(tmp_path, change_config=change))
 
+    @pytest.mark.parametrize("ids", [[1, 1, 5], [1, 2, 61], [-1, 2, 3]])
+    def test_a_draft_vocabulary_of_wrong_tokens(self, tmp_path, ids):
+        drafter = tiny_drafter(tiny_target("llama"), draft_token_ids=[1, 2, 3])
+        drafter.d2t.copy_(torch.tensor(ids) - torch.arange(3))
+        drafter.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="d2t"):
+            DSparkModel.from_pretrained(tmp_path)
+
     def test_the_copied_embeddings_are_dropped(self):
         drafter = DSparkModel.from_pretrained(FIXTURES / "a_vanilla_confM" / "draft")
         assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())

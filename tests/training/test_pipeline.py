@@ -101,10 +101,25 @@ class TestRegenerate:
         regenerate(output)
         assert len(load_from_disk(str(workspace / "out" / "dataset"))) == 5
 
-    @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"temperatures": []}, {"temperatures": [-1.0]}])
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"batch_size": 0},
+            {"temperatures": []},
+            {"temperatures": [-1.0]},
+            {"temperatures": 0.5},
+            {"skip": -1},
+            {"dtype": "b"},
+        ],
+    )
     def test_wrong_arguments(self, workspace, wrong):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             arguments(workspace, **wrong)
+
+    def test_resume_with_other_arguments_is_refused(self, workspace):
+        regenerate(arguments(workspace, limit=4))
+        with pytest.raises(ValueError, match="temperatures"):
+            regenerate(arguments(workspace, temperatures=[0.5]))
 
     def test_wrong_files(self, workspace):
         with pytest.raises(ValueError, match="no file"):
@@ -142,6 +157,15 @@ class TestData:
         assert conversations[0].input_ids[conversations[0].response_start :] == (5, 6, 7)
         assert len(conversations[1].input_ids) == 20
         (workspace / "b.jsonl").write_text('{"prompt": 99, "answer_ids": [1, 2]}\n')
+        for wrong in ({"prompt": "1", "answer_ids": [1]}, {"prompt": 1}, {"prompt": 1, "answer_ids": [10**6]}, [1]):
+            (workspace / "c.jsonl").write_text(json.dumps(wrong) + "\n")
+            with pytest.raises(ValueError, match="answer_ids"):
+                load_conversations(
+                    str(workspace / "prompts.jsonl"),
+                    [str(workspace / "c.jsonl")],
+                    _tokenizer(workspace),
+                    max_length=20,
+                )
         with pytest.raises(ValueError, match="prompt 99"):
             load_conversations(
                 str(workspace / "prompts.jsonl"), [str(workspace / "b.jsonl")], _tokenizer(workspace), max_length=20
@@ -360,8 +384,31 @@ class TestTrain:
         config.write_text(yaml.safe_dump({"blok_size": 6}))
         with pytest.raises(ValueError, match="blok_size"):
             parse_arguments(["--config", str(config)])
-        with pytest.raises(ValueError, match="--config"):
-            parse_arguments(["--config", str(workspace / "missing.yaml")])
+        for missing in (["--config", str(workspace / "missing.yaml")], [f"--config={workspace}/missing.yaml"]):
+            with pytest.raises(ValueError, match="--config"):
+                parse_arguments(missing)
+        with pytest.raises(ValueError, match="once"):
+            parse_arguments(["--config", "a.yaml", "--config=b.yaml"])
+        config.write_text("hello")
+        with pytest.raises(ValueError, match="key: value"):
+            parse_arguments(["--config", str(config)])
+        config.write_text("block_size: 2.5")
+        with pytest.raises(SystemExit):
+            parse_arguments(["--config", str(config)])
+        config.write_text("answers: a.jsonl\nloss_decay: null\nuse_cpu: true")
+        _, data, training = parse_arguments([f"--config={config}"])
+        assert (data.answers, training.loss_decay) == (["a.jsonl"], None)
+
+    def test_resume_with_other_arguments_is_refused(self, workspace):
+        main(train_flags(workspace, "run", max_steps=5))
+        with pytest.raises(ValueError, match=r"block_size.*3, 4"):
+            main(train_flags(workspace, "run", block_size=4, resume_from_checkpoint="true"))
+        with pytest.raises(ValueError, match="no checkpoint"):
+            main(train_flags(workspace, "other", resume_from_checkpoint="true"))
+
+    def test_a_loss_that_is_no_number_stops_training(self, workspace):
+        with pytest.raises(ValueError, match="loss is nan"):
+            main(train_flags(workspace, "run", ce_weight="nan"))
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
     def test_the_shipped_recipes_parse(self, path):
