@@ -127,9 +127,14 @@ def target_cache(model_kwargs: dict) -> object | None:
     return model_kwargs.get(_cache_keyword())
 
 
+def loop_takes_embeddings() -> bool:
+    """Whether Transformers' assisted loop is right with `inputs_embeds` (it was not when the keyword had its old name)."""
+    return _cache_keyword() == "cache"
+
+
 def _cache_keyword() -> str:
     """`cache` from Transformers 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-__all__ = ["DSparkCache", "WritePlan", "fresh_target_cache", "target_cache"]
+__all__ = ["DSparkCache", "WritePlan", "fresh_target_cache", "loop_takes_embeddings", "target_cache"]

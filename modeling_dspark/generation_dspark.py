@@ -27,7 +27,7 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .cache_dspark import target_cache
+from .cache_dspark import loop_takes_embeddings, target_cache
 from .candidate_generator_dspark import DSparkCandidateGenerator, RunStatistics
 from .scheduling_dspark import resolve_settings
 from .target_dspark import check_target
@@ -136,6 +136,11 @@ def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_p
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("The prompt is empty: `input_ids` has shape [1, 0]. Pass at least one token.")
+    if model_kwargs.get("inputs_embeds") is not None and not loop_takes_embeddings():
+        raise ValueError(
+            f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text whatever "
+            "assists. Pass `input_ids`, or install Transformers 5.24 or newer."
+        )
     if target_cache(model_kwargs) is None:
         raise ValueError(
             "A DSpark drafter needs a target with a cache of its own making: pass `use_cache=True` (the default), and a "
