@@ -20,7 +20,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TextStreamer, set_seed
 
-from benchmarks.environment import environment
+from benchmarks.environment import environment, free_cores
 from benchmarks.measure import (
     ASSISTED,
     PLAIN,
@@ -65,7 +65,9 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--max-new-tokens", type=positive_int, default=96, help="longest answer")
     group.add_argument("--repeats", type=positive_int, default=1, help="timed runs of each method; medians are shown")
-    group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: torch's choice)")
+    group.add_argument(
+        "--threads", type=positive_int, metavar="N", help="CPU threads (default: one for each core that is free)"
+    )
     group.add_argument(
         "--seed",
         type=int,
@@ -170,8 +172,7 @@ def _row(result: Result) -> list[str]:
 def start(options: argparse.Namespace, prompts: list[tuple[str, str]]) -> tuple[Pair, dict[str, dict[str, Any]]]:
     """Load both models, say what runs on what, and warm up (which also finds options that do not fit)."""
     set_seed(options.seed)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or free_cores())
     pair = load_pair(options.target, options.drafter, options.dtype)
     facts = environment(options.dtype)
     print(f"target   {target_label(options.target)}\ndrafter  {options.drafter}")

@@ -32,6 +32,16 @@ def environment(dtype: str) -> dict[str, Any]:
     }
 
 
+def free_cores() -> int:
+    """Cores that nothing else was using in the last minute, at least one.
+
+    Threads that share a core with another program wait for each other and are many times slower than fewer threads.
+    """
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(torch.get_num_threads(), cores - round(load)))
+
+
 def cpu_model() -> str:
     """The processor's name as the kernel gives it, else what `platform` knows."""
     path = Path("/proc/cpuinfo")
@@ -57,4 +67,4 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-__all__ = ["REPOSITORY", "cpu_model", "environment", "git_state"]
+__all__ = ["REPOSITORY", "cpu_model", "environment", "free_cores", "git_state"]

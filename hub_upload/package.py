@@ -69,7 +69,8 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
 def _checked_config(source: Path) -> dict:
     for name in _DRAFTER_FILES:
         if not (source / name).is_file():
-            raise ValueError(f"`{source}` is not a drafter folder: it has no `{name}` (needed: {_DRAFTER_FILES}).")
+            hint = "; write its model card there first" if name == "README.md" else ""
+            raise ValueError(f"`{source}` has no `{name}`{hint}. A drafter folder needs {', '.join(_DRAFTER_FILES)}.")
     try:
         config = json.loads((source / "config.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

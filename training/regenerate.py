@@ -258,4 +258,7 @@ def _check_provenance(
 
 
 if __name__ == "__main__":
-    regenerate(HfArgumentParser(RegenerateArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+    try:
+        regenerate(HfArgumentParser(RegenerateArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error

@@ -254,4 +254,7 @@ def main(argv: list[str] | None = None) -> DSparkModel:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
