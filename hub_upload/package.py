@@ -46,23 +46,20 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
     config = _checked_config(source)
     _check_output(source, target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    replaced = target.with_name(f".{target.name}.replaced")
-    scratch = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
+    workspace = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
+    new, old = workspace / "new", workspace / "old"
     try:
-        (scratch / "config.json").write_text(
-            json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n"
-        )
+        new.mkdir()
+        (new / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
         for path in (source / "model.safetensors", source / "README.md", *remote_code_files()):
-            shutil.copyfile(path, scratch / path.name)
-        scratch.chmod(0o755)
+            shutil.copyfile(path, new / path.name)
         if target.exists():
-            target.rename(replaced)
-        scratch.rename(target)
+            target.rename(old)
+        new.rename(target)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if not target.exists() and replaced.exists():
-            replaced.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(workspace, ignore_errors=True)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 

@@ -153,10 +153,12 @@ def _processed(
     Processors see a finite value at tokens that cannot be drafted, since some of them fail on a row without any finite
     value. A row that is left without a token (or is not a number) proposes token 0 for certain.
     """
-    full = drafter.to_target_logits(logits, fill=-torch.inf if logits_processor is None else _UNDRAFTABLE)
-    if logits_processor is not None:
-        full = logits_processor(prefix, full)
-    processed = full.masked_fill(drafter.undraftable(full.device), -torch.inf)
+    if logits_processor is None:
+        processed = drafter.to_target_logits(logits)
+    else:
+        processed = logits_processor(prefix, drafter.to_target_logits(logits, fill=_UNDRAFTABLE))
+        if (draft_token_ids := drafter.draft_token_ids) is not None:
+            processed = drafter.to_target_logits(processed[..., draft_token_ids])
     unusable = torch.isnan(processed) | torch.isposinf(processed)
     empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
     certain = torch.full_like(processed, -torch.inf)

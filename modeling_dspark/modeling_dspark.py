@@ -187,14 +187,6 @@ class DSparkModel(DSparkPreTrainedModel):
         """Draft ids to target ids: `target = draft + d2t[draft]`."""
         return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
 
-    def undraftable(self, device: torch.device) -> torch.Tensor:
-        """Mask `[V]` of the tokens that a reduced draft vocabulary leaves out."""
-        mask = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=device)
-        if self.draft_token_ids is not None:
-            mask.fill_(True)
-            mask[self.draft_token_ids.to(device)] = False
-        return mask
-
     def to_target_logits(self, logits: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
         """Logits `[R, Vd]` in the target's vocabulary `[R, V]` and fp32, `fill` at tokens that cannot be drafted."""
         logits = logits.float()
