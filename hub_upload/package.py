@@ -28,6 +28,11 @@ def remote_code_files() -> list[Path]:
     return sorted(needed)
 
 
+def custom_generate_file() -> Path:
+    """The shim that makes `custom_generate="org/repo"` work."""
+    return Path(modeling_dspark.__file__).parent / "custom_generate" / "generate.py"
+
+
 def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False) -> list[Path]:
     """Write a loadable Hub folder.
 
@@ -53,6 +58,8 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
         (new / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
         for path in (source / "model.safetensors", source / "README.md", *remote_code_files()):
             shutil.copyfile(path, new / path.name)
+        (new / "custom_generate").mkdir()
+        shutil.copyfile(custom_generate_file(), new / "custom_generate" / "generate.py")
         if target.exists():
             target.rename(old)
         new.rename(target)
@@ -103,7 +110,7 @@ def _check_output(source: Path, target: Path, overwrite: bool) -> None:
         raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier package, or another folder.")
     if not target.is_dir() or not (target / "config.json").is_file():
         raise ValueError(f"`{target}` exists and is not an earlier package, so it is not replaced.")
-    written = {*_DRAFTER_FILES, *(path.name for path in remote_code_files())}
+    written = {*_DRAFTER_FILES, "custom_generate", *(path.name for path in remote_code_files())}
     foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
     if foreign:
         raise ValueError(f"`{target}` holds files that no package has ({foreign[:5]}), so it is not replaced.")

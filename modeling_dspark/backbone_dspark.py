@@ -109,6 +109,19 @@ class DSparkAttention(nn.Module):
         )
         return self.o_proj(output.reshape(rows, num_queries, -1))
 
+    def extend_context(
+        self,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *,
+        cache: DSparkCache,
+        row: int,
+    ) -> None:
+        """Write keys and values of context `[1, C, D]` to one row of the cache, without any query."""
+        keys = self.k_norm(self.k_proj(context).unflatten(-1, (-1, self.head_dim)))
+        values = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
+        cache.extend(rotate(keys, *position_embeddings)[0], values[0], self.layer_idx, row=row)
+
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm attention and feed-forward; the context passes by unchanged."""

@@ -33,29 +33,103 @@ class WritePlan:
     mask: torch.Tensor | None = None
 
 
-class DSparkCache:
-    """Growing per-layer buffers `[R, capacity, H, d]` with one length a row.
+class RaggedCache:
+    """Per-layer buffers `[slots, capacity, H, d]` with one length a row; rows join, leave and trade places.
+
+    The rows in use are the first ones, so all that is read is a view. Buffers start at the size first needed and grow
+    geometrically, never beyond `max_length`. They are made of zeros, because masked positions are multiplied by zero and
+    must be finite.
+
+    Args:
+        num_rows (`int`, *optional*, defaults to `0`): Rows to begin with.
+        max_length (`int`, *optional*): Longest row there can be, where it is known.
+    """
+
+    def __init__(self, num_rows: int = 0, max_length: int | None = None):
+        self.lengths: list[int] = [0] * num_rows
+        self.max_length = max_length
+        self.capacity = 0
+        self._slots = 0
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add_row(self) -> int:
+        """Add an empty row behind the others; returns its index."""
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """Let two rows trade places."""
+        longest = max(self.lengths[one], self.lengths[other])
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                if max(one, other) < buffer.shape[0]:
+                    buffer[[one, other], :longest] = buffer[[other, one], :longest]
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+
+    def drop_row(self, row: int) -> None:
+        """Remove a row; the last row takes its place."""
+        last = len(self.lengths) - 1
+        length = self.lengths[last]
+        if row != last:
+            for buffers in self._buffers.values():
+                for buffer in buffers:
+                    buffer[row, :length] = buffer[last, :length]
+            self.lengths[row] = length
+        self.lengths.pop()
+
+    def reserve(self, num_positions: int) -> None:
+        """Make room for every row and `num_positions` positions; what is stored stays."""
+        rows = len(self.lengths)
+        if rows <= self._slots and num_positions <= self.capacity:
+            return
+        if num_positions > self.capacity:
+            spare = num_positions + num_positions // 4
+            self.capacity = max(num_positions, spare if self.max_length is None else min(spare, self.max_length))
+        if rows > self._slots:
+            self._slots = max(rows, 2 * self._slots)
+        for layer_idx, (keys, values) in self._buffers.items():
+            self._buffers[layer_idx] = (self._grown(keys), self._grown(values))
+
+    def buffers(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of a layer, made on first use like `keys` and `values` `[..., H, d]`."""
+        if layer_idx not in self._buffers:
+            size = (self._slots, self.capacity)
+            self._buffers[layer_idx] = (
+                keys.new_zeros(*size, *keys.shape[-2:]),
+                values.new_zeros(*size, *values.shape[-2:]),
+            )
+        return self._buffers[layer_idx]
+
+    def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
+        grown = buffer.new_zeros(self._slots, self.capacity, *buffer.shape[2:])
+        grown[: buffer.shape[0], : buffer.shape[1]] = buffer
+        return grown
+
+
+class DSparkCache(RaggedCache):
+    """The drafter's context: rows `0..R-1` of a forward are its first `R` rows.
 
     Args:
         num_rows (`int`, *optional*, defaults to `1`): Requests decoded together.
+        max_length (`int`, *optional*): Longest context there can be, block included.
     """
 
-    def __init__(self, num_rows: int = 1):
-        self.lengths: list[int] = [0] * num_rows
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+    def __init__(self, num_rows: int = 1, max_length: int | None = None):
+        super().__init__(num_rows, None if max_length is None else max_length + 1)
         self._plan: WritePlan | None = None
 
     def begin(
         self, context_lengths: list[int], num_context: int, *, num_block: int, device: torch.device
     ) -> WritePlan:
         """Plan a forward that appends `context_lengths[r] <= num_context` positions to row `r`, then `num_block` more."""
-        ends = [length + new for length, new in zip(self.lengths, context_lengths, strict=True)]
+        lengths = self.lengths[: len(context_lengths)]
+        ends = [length + new for length, new in zip(lengths, context_lengths, strict=True)]
         stop = max(ends) + num_block
-        if len(set(self.lengths)) == 1 and all(new == num_context for new in context_lengths):
+        self.reserve(stop + 1)
+        if len(set(lengths)) == 1 and all(new == num_context for new in context_lengths):
             self._plan = WritePlan(stop)
             return self._plan
-        start = torch.tensor(self.lengths, device=device)[:, None]
+        start = torch.tensor(lengths, device=device)[:, None]
         new = torch.tensor(context_lengths, device=device)[:, None]
         offset = torch.arange(num_context, device=device)
         # Padding of short rows goes to one spare position behind everything that is read.
@@ -68,30 +142,28 @@ class DSparkCache:
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `keys`, `values` `[R, C + K, H, d]` as planned; return views `[R, stop, H, d]` of all that may be read."""
         plan: WritePlan = self._plan  # type: ignore[assignment]  # `begin` comes first
-        start = self.lengths[0]
+        start, (num_rows, num_new) = self.lengths[0], keys.shape[:2]
         stored = []
-        for buffers, new in ((self._keys, keys), (self._values, values)):
-            buffer = buffers[layer_idx] = self._grown(buffers.get(layer_idx), new, plan.stop + 1)
+        for buffer, new in zip(self.buffers(layer_idx, keys, values), (keys, values), strict=True):
             if plan.positions is None:
-                buffer[:, start : start + new.shape[1]] = new
+                buffer[:num_rows, start : start + num_new] = new
             else:
-                rows = torch.arange(new.shape[0], device=new.device)[:, None]
+                rows = torch.arange(num_rows, device=new.device)[:, None]
                 buffer[rows, plan.positions] = new
-            stored.append(buffer[:, : plan.stop])
+            stored.append(buffer[:num_rows, : plan.stop])
         return stored[0], stored[1]
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *, row: int) -> None:
+        """Write context `keys`, `values` `[C, H, d]` behind what row `row` holds; room is reserved, lengths stay."""
+        start = self.lengths[row]
+        for buffer, new in zip(self.buffers(layer_idx, keys, values), (keys, values), strict=True):
+            buffer[row, start : start + new.shape[0]] = new
 
     def advance(self, context_lengths: list[int]) -> None:
         """Keep the context written since `begin`; the block behind it is forgotten."""
-        self.lengths = [length + new for length, new in zip(self.lengths, context_lengths, strict=True)]
+        for row, new in enumerate(context_lengths):
+            self.lengths[row] += new
         self._plan = None
-
-    def _grown(self, buffer: torch.Tensor | None, new: torch.Tensor, needed: int) -> torch.Tensor:
-        if buffer is not None and buffer.shape[1] >= needed:
-            return buffer
-        grown = new.new_zeros(new.shape[0], 2 * needed, *new.shape[2:])  # geometric growth
-        if buffer is not None:
-            grown[:, : buffer.shape[1]] = buffer
-        return grown
 
 
 def fresh_target_cache(target: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict) -> dict:
@@ -103,7 +175,7 @@ def fresh_target_cache(target: PreTrainedModel, input_ids: torch.LongTensor, mod
     Raises:
         ValueError: if the cached tokens are not part of `input_ids`.
     """
-    keyword = _cache_keyword()
+    keyword = cache_keyword()
     cache = model_kwargs.get(keyword)
     num_cached = 0 if cache is None else int(cache.get_seq_length())
     if num_cached == 0:
@@ -124,17 +196,17 @@ def fresh_target_cache(target: PreTrainedModel, input_ids: torch.LongTensor, mod
 
 def target_cache(model_kwargs: dict) -> object | None:
     """The target's cache among the keyword arguments of a decoding method."""
-    return model_kwargs.get(_cache_keyword())
+    return model_kwargs.get(cache_keyword())
 
 
 def loop_takes_embeddings() -> bool:
     """Whether Transformers' assisted loop is right with `inputs_embeds` (it was not when the keyword had its old name)."""
-    return _cache_keyword() == "cache"
+    return cache_keyword() == "cache"
 
 
-def _cache_keyword() -> str:
+def cache_keyword() -> str:
     """`cache` from Transformers 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-__all__ = ["DSparkCache", "WritePlan", "fresh_target_cache", "loop_takes_embeddings", "target_cache"]
+__all__ = ["DSparkCache", "RaggedCache", "WritePlan", "cache_keyword", "fresh_target_cache", "loop_takes_embeddings", "target_cache"]

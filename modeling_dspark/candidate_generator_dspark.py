@@ -4,7 +4,7 @@ Each round the loop hands over the target's outputs; the generator turns them in
 schedules how much of it is verified and cuts it where the text could end. Verification itself is elsewhere.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,76 +14,14 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from transformers.utils import logging
 
 from .cache_dspark import DSparkCache
-from .drafting_dspark import propose
-from .scheduling_dspark import resolve_settings, static_lengths
+from .drafting_dspark import LogitsProcessor, propose
+from .scheduling_dspark import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
+from .statistics_dspark import RunStatistics
 from .target_dspark import hidden_states_argument, tapped_features
+from .verification_dspark import accept_sampled
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class RunStatistics:
-    """Counts of one `generate` call, kept on the host; the prefill, which drafts nothing, is not a round.
-
-    Attributes:
-        block_size (`int`): Draft slots of the drafter.
-        drafted (`list[int]`): Draft tokens made, one entry a round.
-        verified (`list[int]`): Draft tokens the target verified, one entry a round.
-        accepted (`list[int]`): Draft tokens kept, one entry a round.
-        new_tokens (`list[int]`): Tokens produced, bonus and replacement tokens included, one entry a round.
-    """
-
-    block_size: int
-    drafted: list[int] = field(default_factory=list)
-    verified: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    new_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def rounds(self) -> int:
-        """Target forwards after the prefill."""
-        return len(self.new_tokens)
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens a target forward after the prefill yields (tau): pooled over rounds, bonus tokens counted."""
-        return sum(self.new_tokens) / self.rounds if self.rounds else 0.0
-
-    @property
-    def drafted_by_position(self) -> list[int]:
-        """Draft tokens made at each slot."""
-        return self._reaching(self.drafted)
-
-    @property
-    def verified_by_position(self) -> list[int]:
-        """Draft tokens verified at each slot."""
-        return self._reaching(self.verified)
-
-    @property
-    def accepted_by_position(self) -> list[int]:
-        """Draft tokens kept at each slot."""
-        return self._reaching(self.accepted)
-
-    @property
-    def tried_by_position(self) -> list[int]:
-        """Rounds in which the slot was verified and all slots before it were kept."""
-        rounds = list(zip(self.verified, self.accepted, strict=True))
-        return [sum(v > slot and a >= slot for v, a in rounds) for slot in range(self.block_size)]
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        """Conditional acceptance at each slot (0 where it was never tried)."""
-        pairs = zip(self.accepted_by_position, self.tried_by_position, strict=True)
-        return [kept / tried if tried else 0.0 for kept, tried in pairs]
-
-    def extend(self, other: "RunStatistics") -> None:
-        """Pool the rounds of another call into this one."""
-        for name in ("drafted", "verified", "accepted", "new_tokens"):
-            getattr(self, name).extend(getattr(other, name))
-
-    def _reaching(self, counts: list[int]) -> list[int]:
-        return [sum(count > slot for count in counts) for slot in range(self.block_size)]
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -110,8 +48,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter, self.target = drafter, target
         self.binding = drafter.bind(target)
-        self.settings = resolve_settings(generation_config, drafter.config)
+        self.settings = fallback_settings(resolve_settings(generation_config, drafter.config), drafter.config)
+        self.schedule = make_schedule(self.settings)
         self.statistics = RunStatistics(drafter.config.block_size)
+        self.statistics.requests = [self.statistics]
         self.ends_with_draft = False
         self._is_prefill = True
         self._do_sample = generation_config.do_sample
@@ -158,14 +98,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             cache=self._cache,  # type: ignore[arg-type]  # made by `_new_features`
             num_tokens=cap,
             do_sample=self._do_sample,
-            prefix_ids=input_ids,
-            logits_processor=self._logits_processor,
+            logits_processor=self._processed(input_ids),
         )
-        length = cap
-        if self.settings.schedule == "confidence":
-            # The settings refuse this schedule without a confidence head.
-            confidence: torch.Tensor = proposal.confidence  # type: ignore[assignment]
-            length = int(static_lengths(confidence, self.settings.confidence_threshold))
+        confidence = [[1.0] * cap]
+        if self.schedule.needs_confidence:
+            # The settings refuse such a schedule without a confidence head.
+            confidence = proposal.confidence.tolist()  # type: ignore[union-attr]
+        length = checked_lengths(self.schedule, RoundView(confidence, num_rows=1))[0]
         drafts = proposal.tokens[:, :length].to(input_ids.device)
         length = self._cut_at_stop(input_ids, drafts)
         self._counts = (cap, length)
@@ -188,10 +127,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._is_prefill = False
             return
         ended = self.ends_with_draft and num_new == verified
-        self.statistics.drafted.append(drafted)
-        self.statistics.verified.append(verified)
-        self.statistics.accepted.append(num_new if ended else num_new - 1)
-        self.statistics.new_tokens.append(num_new)
+        accepted = num_new if ended else num_new - 1
+        self.statistics.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=num_new)
+
+    def _processed(self, input_ids: torch.Tensor) -> LogitsProcessor | None:
+        """The user's processors, given each slot's own prefix."""
+        processors = self._logits_processor
+        if processors is None:
+            return None
+        return lambda drafts, logits: processors(torch.cat([input_ids, drafts.to(input_ids.device)], dim=1), logits)
 
     def _new_features(self, model_kwargs: dict[str, Any], outputs: Any, num_new: int) -> torch.Tensor:
         """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
@@ -239,4 +183,52 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return False
 
 
-__all__ = ["DSparkCandidateGenerator", "RunStatistics"]
+class AssistedRun:
+    """One `generate` call with a DSpark drafter, in Transformers' own loop.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): The target.
+        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
+        logits_processor, stopping_criteria: Of the call.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+    ):
+        self.candidate_generator = DSparkCandidateGenerator(
+            drafter,
+            target,
+            generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+        )
+        drafter.last_run = self.candidate_generator.statistics
+
+    def accept(
+        self, candidate_ids: torch.Tensor, candidate_logits: torch.Tensor, target_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        """Rejection sampling of one round: the tokens `[1, m + 1]` to append, and `m`.
+
+        Where the last draft ends the text and is kept, no bonus token follows it.
+        """
+        length = candidate_logits.shape[1]
+        drafts = candidate_ids[:, -length:]
+        missing = target_logits.shape[-1] - candidate_logits.shape[-1]
+        if missing:  # LM head rows beyond the vocabulary: never drafted
+            candidate_logits = torch.nn.functional.pad(candidate_logits, (0, missing), value=-torch.inf)
+        lengths = torch.full((1,), length, device=drafts.device)
+        verdict = accept_sampled(drafts, candidate_logits, target_logits, lengths)
+        num_accepted = int(verdict.num_accepted)
+        if self.candidate_generator.ends_with_draft and num_accepted == length:
+            return drafts, length - 1
+        return torch.cat([drafts[:, :num_accepted], verdict.next_tokens[:, None]], dim=1), num_accepted
+
+
+__all__ = ["AssistedRun", "DSparkCandidateGenerator"]

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
-SCHEDULES = ("fixed", "confidence")
+SCHEDULES = ("fixed", "confidence", "throughput", "throughput_lagged")
 
 
 @strict
@@ -60,7 +60,9 @@ class DSparkConfig(PreTrainedConfig):
         default_num_assistant_tokens (`int`, *optional*): Default cap of drafted tokens; `None` means `block_size`.
         default_assistant_confidence_threshold (`float`, *optional*, defaults to `0.5`):
             Default threshold of the `confidence` schedule, on calibrated confidence.
-        default_num_assistant_tokens_schedule (`str`, *optional*, defaults to `"fixed"`): `fixed` or `confidence`.
+        default_num_assistant_tokens_schedule (`str`, *optional*):
+            Default schedule: `throughput`, `throughput_lagged`, `confidence` or `fixed`. `None` means `throughput`, or
+            `fixed` without a confidence head.
         target_name_or_path (`str`, *optional*): The target that the drafter was trained for.
         chat_template_sha256 (`str`, *optional*):
             SHA-256 of the chat template in training; a different template in use lowers acceptance.
@@ -113,7 +115,7 @@ class DSparkConfig(PreTrainedConfig):
 
     default_num_assistant_tokens: int | None = None
     default_assistant_confidence_threshold: float | int = 0.5
-    default_num_assistant_tokens_schedule: str = "fixed"
+    default_num_assistant_tokens_schedule: str | None = None
 
     target_name_or_path: str | None = None
     chat_template_sha256: str | None = None
@@ -129,6 +131,8 @@ class DSparkConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.target_layer_ids is None:
             self.target_layer_ids = [1, 9, 17, 25, 33]
+        if self.default_num_assistant_tokens_schedule is None:
+            self.default_num_assistant_tokens_schedule = "throughput" if self.enable_confidence_head else "fixed"
         self._check_sizes()
         self._check_target()
         self._check_heads()

@@ -18,7 +18,7 @@ from .target_dspark import TargetBinding
 
 
 _UNDRAFTABLE = -1e30  # finite after any sensible temperature, and of no weight in a softmax
-LogitsProcessor = Callable[..., torch.Tensor]  # (prefix ids, logits) -> logits
+LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (drafts so far, logits) -> logits
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def draft_block(
     config, device = drafter.config, drafter.device
     noise = torch.full((rows, config.block_size), config.mask_token_id, device=device)
     noise[:, 0] = anchor_tokens.to(device)
-    start = torch.tensor(cache.lengths, device=device)[:, None]
+    start = torch.tensor(cache.lengths[:rows], device=device)[:, None]
     new = torch.tensor(lengths, device=device)[:, None]
     positions = torch.cat(
         [
@@ -99,7 +99,6 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     context_lengths: list[int] | None = None,
     num_tokens: int | None = None,
     do_sample: bool = False,
-    prefix_ids: torch.Tensor | None = None,
     logits_processor: LogitsProcessor | None = None,
     generator: torch.Generator | None = None,
 ) -> Proposal:
@@ -109,9 +108,8 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         drafter, binding, features, anchor_tokens, cache, context_lengths: As for `draft_block`.
         num_tokens (`int`, *optional*): Slots to draft, at most `block_size` (the default).
         do_sample (`bool`, *optional*, defaults to `False`): Draw from `q` instead of taking its argmax.
-        prefix_ids (`torch.LongTensor` of shape `(R, n)`, *optional*):
-            Tokens up to and including the anchor, for `logits_processor`.
-        logits_processor (callable, *optional*): Called at each slot with that slot's own prefix, drafts included.
+        logits_processor (callable, *optional*):
+            Called at each slot with the draft tokens `[R, k]` before it and its logits `[R, V]`; returns logits.
         generator (`torch.Generator`, *optional*): Source of randomness of the draws.
 
     Returns:
@@ -125,10 +123,10 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         cache=cache,
         context_lengths=context_lengths,
     )
-    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens]
+    # Contiguous, since a linear layer over a slice of several rows copies its weight for each of them.
+    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens].contiguous()
     base_logits = binding.draft_logits(hidden)
     previous, state = anchor_tokens.to(hidden.device), None
-    prefix = prefix_ids
     tokens, logits, confidences = [], [], []
     for slot in range(hidden.shape[1]):
         step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
@@ -136,9 +134,8 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         if logits_processor is None and not do_sample:
             previous = drafter.to_target_ids(step.logits.argmax(dim=-1))
         else:
-            processed = _processed(drafter, step.logits, prefix, logits_processor)
+            processed = _processed(drafter, step.logits, tokens, logits_processor)
             previous = _pick(processed, do_sample, generator)
-            prefix = None if prefix is None else torch.cat([prefix, previous[:, None].to(prefix.device)], dim=1)
             logits.append(processed)
         tokens.append(previous)
         confidences.append(step.confidence_logits)
@@ -146,7 +143,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
 
 
 def _processed(
-    drafter: Any, logits: torch.Tensor, prefix: torch.Tensor | None, logits_processor: LogitsProcessor | None
+    drafter: Any, logits: torch.Tensor, tokens: list[torch.Tensor], logits_processor: LogitsProcessor | None
 ) -> torch.Tensor:
     """The user's processors on one slot: `[R, Vd]` to `[R, V]`, the logits of what is drawn from.
 
@@ -156,7 +153,8 @@ def _processed(
     if logits_processor is None:
         processed = drafter.to_target_logits(logits)
     else:
-        processed = logits_processor(prefix, drafter.to_target_logits(logits, fill=_UNDRAFTABLE))
+        before = torch.stack(tokens, dim=1) if tokens else logits.new_empty((logits.shape[0], 0), dtype=torch.long)
+        processed = logits_processor(before, drafter.to_target_logits(logits, fill=_UNDRAFTABLE))
         if (draft_token_ids := drafter.draft_token_ids) is not None:
             processed = drafter.to_target_logits(processed[..., draft_token_ids])
     unusable = torch.isnan(processed) | torch.isposinf(processed)

@@ -1,104 +1,42 @@
-"""How `target.generate(assistant_model=drafter)` reaches a DSpark drafter.
+"""One `generate` call with a DSpark drafter: what is refused, which loop serves it, and the packed loop's output.
 
-Transformers picks candidate generators in a closed chain, so loading a drafter installs, once, a thin dispatcher around
-four functions of its generation code. It acts only for assistants whose `config.model_type` is `"dspark"`, hands every
-decision to the code that came with that drafter, and passes everything else through untouched. `remove_dispatcher`
-takes it out again.
+The packed loop is the default. What it does not cover goes to Transformers' own assisted loop where one prompt is
+decoded, and is refused, with the reason, where there are several.
+
+Shapes: `R` rows of the batch, `T` prompt length with padding, `V` vocabulary.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import transformers
 from transformers import (
+    DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation import utils as generation_utils
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .cache_dspark import loop_takes_embeddings, target_cache
-from .candidate_generator_dspark import DSparkCandidateGenerator, RunStatistics
-from .scheduling_dspark import resolve_settings
+from .cache_dspark import cache_keyword, loop_takes_embeddings, target_cache
+from .engine_dspark import Engine
+from .packed_target_dspark import why_not_packable
+from .requests_dspark import Request
+from .scheduling_dspark import make_schedule, resolve_settings
+from .statistics_dspark import RunStatistics
 from .target_dspark import check_target
-from .verification_dspark import accept_sampled
 
 
 logger = logging.get_logger(__name__)
 
-SUPPORTED_TRANSFORMERS = "5.17 to 5.24"
-_MARK = "_dspark_original"
 _STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _STATEFUL_ARGUMENTS = "`guidance_scale` or a SynthID `watermarking_config`"
-_active_run: ContextVar["AssistedRun | None"] = ContextVar("dspark_active_run", default=None)
-
-
-class AssistedRun:
-    """One `generate` call with a DSpark drafter, in Transformers' own loop.
-
-    Args:
-        drafter ([`DSparkModel`]): The drafter.
-        target ([`~transformers.PreTrainedModel`]): The target.
-        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
-        logits_processor, stopping_criteria: Of the call.
-    """
-
-    def __init__(
-        self,
-        drafter: Any,
-        target: PreTrainedModel,
-        generation_config: GenerationConfig,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-    ):
-        self.candidate_generator = DSparkCandidateGenerator(
-            drafter,
-            target,
-            generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-        )
-        drafter.last_run = self.candidate_generator.statistics
-        self._target = target
-
-    def accept(
-        self, candidate_ids: torch.Tensor, candidate_logits: torch.Tensor, target_logits: torch.Tensor
-    ) -> tuple[torch.Tensor, int]:
-        """Rejection sampling of one round: the tokens `[1, m + 1]` to append, and `m`.
-
-        Where the last draft ends the text and is kept, no bonus token follows it.
-        """
-        length = candidate_logits.shape[1]
-        drafts = candidate_ids[:, -length:]
-        missing = target_logits.shape[-1] - candidate_logits.shape[-1]
-        if missing:  # LM head rows beyond the vocabulary: never drafted
-            candidate_logits = torch.nn.functional.pad(candidate_logits, (0, missing), value=-torch.inf)
-        lengths = torch.full((1,), length, device=drafts.device)
-        verdict = accept_sampled(drafts, candidate_logits, target_logits, lengths)
-        num_accepted = int(verdict.num_accepted)
-        if self.candidate_generator.ends_with_draft and num_accepted == length:
-            return drafts, length - 1
-        return torch.cat([drafts[:, :num_accepted], verdict.next_tokens[:, None]], dim=1), num_accepted
-
-    def report(self) -> None:
-        """Say once how a quantised target fares: its features drift from those the drafter was trained on."""
-        statistics: RunStatistics = self.candidate_generator.statistics
-        if getattr(self._target, "is_quantized", False) and statistics.rounds:
-            logger.warning_once(
-                "The target is quantised, so its hidden states differ from those the drafter was trained on; accepted "
-                f"length of this call: {statistics.accepted_length:.2f} tokens a target forward."
-            )
 
 
 def check_call(
@@ -123,20 +61,23 @@ def check_call(
     resolve_settings(generation_config, drafter.config)
 
 
-def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_processor: LogitsProcessorList) -> None:
-    """Refuse inputs that the loop cannot take.
+def check_inputs(
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_processor: LogitsProcessorList, *, synced_gpus: bool
+) -> None:
+    """Refuse inputs that no loop can take.
 
     Raises:
-        ValueError: for more than one row, an empty prompt, a target without a cache, or a stateful logits processor.
+        ValueError: for an empty prompt, a target without a cache, a stateful logits processor, or `synced_gpus`.
     """
-    if input_ids.shape[0] > 1:
+    embeddings = model_kwargs.get("inputs_embeds")
+    if synced_gpus:
         raise ValueError(
-            f"`generate(assistant_model=<DSpark drafter>)` takes one prompt at a time, got a batch of "
-            f"{input_ids.shape[0]}. Call `generate` for each prompt, or leave out `assistant_model` for this batch."
+            "`synced_gpus=True` (ZeRO stage 3, FSDP) makes every rank run as many target forwards as the slowest one, "
+            "which a loop that accepts several tokens a forward does not do. Leave out `assistant_model`."
         )
-    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise ValueError("The prompt is empty: `input_ids` has shape [1, 0]. Pass at least one token.")
-    if model_kwargs.get("inputs_embeds") is not None and not loop_takes_embeddings():
+    if input_ids.shape[1] == 0 and embeddings is None:
+        raise ValueError(f"The prompt is empty: `input_ids` has shape {list(input_ids.shape)}. Pass at least one token.")
+    if embeddings is not None and not loop_takes_embeddings():
         raise ValueError(
             f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text whatever "
             "assists. Pass `input_ids`, or install Transformers 5.24 or newer."
@@ -154,123 +95,185 @@ def check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_p
             )
 
 
-def install_dispatcher() -> None:
-    """Install the dispatcher unless it is there already (from this or another copy of the code).
+def why_not_packed(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why the packed loop does not serve this call, or `None`."""
+    cache = target_cache(model_kwargs)
+    others = sorted(
+        name for name, value in model_kwargs.items() if value is not None and name not in {*_KNOWN, cache_keyword()}
+    )
+    if others:
+        return f"it passes {', '.join(f'`{name}`' for name in others)} to the target"
+    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return f"it brings a cache of its own ({type(cache).__name__})"
+    if generation_config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name):
+                return f"`{name}=True` asks for what the packed target does not return by token"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        return f"its `attention_mask` has shape {tuple(mask.shape)} and not that of `input_ids`"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not _are_usual(positions, mask, input_ids):
+        return "it brings `position_ids` of its own"
+    rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") in ("longrope", "dynamic") and generation_config.max_length > (original or 0):
+        return f"the rotary embedding ({rope['rope_type']}) changes with the length of the longest text"
+    return why_not_packable(target)
+
+
+def decode(
+    drafter: Any,
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    attention_mask: torch.Tensor | None = None,
+    streamer: Any = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """The packed loop behind `generate`, for any batch size.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter; its `last_run` is set.
+        target ([`~transformers.PreTrainedModel`]): The target.
+        input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts, padded left or right.
+        logits_processor, stopping_criteria, generation_config: As `generate` prepared them; read only.
+        attention_mask (`torch.Tensor` of shape `(R, T)`, *optional*): 0 at padding; `None` means no padding.
+        streamer (`BaseStreamer`, *optional*): Gets every token as soon as it is certain; one prompt only.
+        generator (`torch.Generator`, *optional*): Source of randomness; the global one by default.
+
+    Returns:
+        `torch.LongTensor` of shape `(R, T + new)`, or [`~transformers.generation.GenerateDecoderOnlyOutput`].
 
     Raises:
-        RuntimeError: if the installed Transformers has other signatures than the supported versions.
+        ValueError: for a prompt that is all padding, or a streamer with several prompts.
     """
-    for owner, name, wrap, parameters in _PATCHES:
-        original: Any = getattr(owner, name, None)
-        if hasattr(original, _MARK):
-            continue
-        found = [] if original is None else list(inspect.signature(original).parameters)
-        if not set(parameters) <= set(found):
-            raise RuntimeError(
-                f"This DSpark code supports Transformers {SUPPORTED_TRANSFORMERS}; version {transformers.__version__} "
-                f"has another `{name}` (parameters {found}). Install a supported version."
-            )
-        wrapper = functools.wraps(original)(wrap(original))
-        setattr(wrapper, _MARK, original)
-        setattr(owner, name, wrapper)
+    rows = input_ids.shape[0]
+    if streamer is not None and rows > 1:
+        raise ValueError(f"A `streamer` takes one text at a time, got a batch of {rows}. Leave it out.")
+    settings = resolve_settings(generation_config, drafter.config)
+    wants = generation_config.return_dict_in_generate
+    engine = Engine(
+        drafter,
+        target,
+        settings=settings,
+        costs=drafter.profile(target) if make_schedule(settings).needs_costs else None,
+        do_sample=generation_config.do_sample,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        batch_size=rows,
+        max_length=_longest(generation_config, stopping_criteria),
+        prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
+        generator=generator,
+        keep_scores=bool(wants and generation_config.output_scores),
+        keep_logits=bool(wants and generation_config.output_logits),
+    )
+    requests = [
+        engine.add_request(prompt, prefix=prefix) for prompt, prefix in _without_padding(input_ids, attention_mask)
+    ]
+    drafter.last_run = RunStatistics(drafter.config.block_size, requests=[item.statistics for item in requests])
+    _run(engine, requests, streamer)
+    drafter.last_run = RunStatistics.pooled(drafter.config.block_size, [item.statistics for item in requests])
+    report_quantised(target, drafter.last_run)
+    return _output(input_ids, requests, generation_config)
 
 
-def remove_dispatcher() -> None:
-    """Restore Transformers' own functions; loading a drafter installs the dispatcher again."""
-    for owner, name, _, _ in _PATCHES:
-        original = getattr(getattr(owner, name), _MARK, None)
-        if original is not None:
-            setattr(owner, name, original)
+def _run(engine: Engine, requests: list[Request], streamer: Any) -> None:
+    num_streamed = 0
+    while engine.requests:
+        engine.step()
+        if streamer is not None:
+            new = requests[0].tokens[num_streamed:].cpu()
+            num_streamed += len(new)
+            for token in new:
+                streamer.put(token[None])
+    if streamer is not None:
+        streamer.end()
 
 
-def _is_dspark(model: Any) -> bool:
-    # Not `isinstance`: remote code may have loaded another copy of the class.
-    return getattr(getattr(model, "config", None), "model_type", None) == "dspark"
+def _without_padding(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompt without padding and prompt with all of its padding on the left, of each row."""
+    if attention_mask is None:
+        return [(row, row) for row in input_ids]
+    prompts = []
+    for index, (row, mask) in enumerate(zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)):
+        if not bool(mask.any()):
+            raise ValueError(f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out.")
+        prompts.append((row[mask], torch.cat([row[~mask], row[mask]])))
+    return prompts
 
 
-def _wrap_validation(original: Callable) -> Callable:
-    def _validate_generation_mode(
-        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
-    ) -> Any:
-        assistant = generation_mode_kwargs.get("assistant_model")
-        if _is_dspark(assistant):
-            assistant.check_call(self, generation_mode, generation_config)
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    return _validate_generation_mode
-
-
-def _wrap_decoding(original: Callable) -> Callable:
-    def _assisted_decoding(self: Any, input_ids: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind_partial(self, input_ids, *args, **kwargs).arguments
-        run = None
-        if _is_dspark(assistant_model):
-            run, kwargs = assistant_model.start_run(self, input_ids, bound, kwargs)
-        token = _active_run.set(run)  # `None` shields a plain assistant that is called inside ours
-        try:
-            output = original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-        finally:
-            _active_run.reset(token)
-        if run is not None:
-            run.report()
-        return output
-
-    return _assisted_decoding
+def _output(
+    input_ids: torch.Tensor, requests: list[Request], generation_config: GenerationConfig
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Texts side by side, padded on the right; scores and logits of a finished row are certain of the padding."""
+    longest = max(len(request.tokens) for request in requests)
+    pad = _pad_token(generation_config)
+    texts = input_ids.new_full((len(requests), longest), pad)
+    for row, request in enumerate(requests):
+        texts[row, : len(request.tokens)] = request.tokens.to(texts.device)
+    sequences = torch.cat([input_ids, texts], dim=1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,  # type: ignore[arg-type]  # a LongTensor
+        scores=_by_token([r.scores for r in requests], pad) if generation_config.output_scores else None,  # type: ignore[arg-type]
+        logits=_by_token([r.logits for r in requests], pad) if generation_config.output_logits else None,  # type: ignore[arg-type]
+    )
 
 
-def _wrap_candidates(original: Callable) -> Callable:
-    def _get_candidate_generator(self: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        run = _active_run.get()
-        if run is not None and _is_dspark(assistant_model):
-            return run.candidate_generator
-        return original(self, *args, assistant_model=assistant_model, **kwargs)
-
-    return _get_candidate_generator
-
-
-def _wrap_sampling(original: Callable) -> Callable:
-    # Transformers' version accepts on `<=` and divides by a residual mass that may be zero.
-    def _speculative_sampling(
-        candidate_input_ids: Any,
-        candidate_logits: Any,
-        candidate_length: Any,
-        new_logits: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        run = _active_run.get()
-        if run is None:
-            return original(candidate_input_ids, candidate_logits, candidate_length, new_logits, *args, **kwargs)
-        return run.accept(candidate_input_ids, candidate_logits, new_logits)
-
-    return _speculative_sampling
+def _by_token(rows: list[list[torch.Tensor]], pad: int) -> tuple[torch.Tensor, ...]:
+    """`[R, V]` of each new token from the logits `[V]` of each row's tokens."""
+    filler = torch.full_like(rows[0][0], -torch.inf)
+    filler[pad] = 0.0
+    return tuple(
+        torch.stack([row[token] if token < len(row) else filler for row in rows])
+        for token in range(max(map(len, rows)))
+    )
 
 
-_PATCHES: list[tuple[Any, str, Callable[[Callable], Callable], tuple[str, ...]]] = [
-    (
-        GenerationMixin,
-        "_validate_generation_mode",
-        _wrap_validation,
-        ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    ),
-    (
-        GenerationMixin,
-        "_assisted_decoding",
-        _wrap_decoding,
-        ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model"),
-    ),
-    (
-        GenerationMixin,
-        "_get_candidate_generator",
-        _wrap_candidates,
-        ("generation_config", "input_ids", "logits_processor", "model_kwargs", "assistant_model"),
-    ),
-    (
-        generation_utils,
-        "_speculative_sampling",
-        _wrap_sampling,
-        ("candidate_input_ids", "candidate_logits", "candidate_length", "new_logits"),
-    ),
-]
+def _pad_token(generation_config: GenerationConfig) -> int:
+    """The token after a text that has ended, as `generate` found it; end of text where there is none."""
+    for name in ("_pad_token_tensor", "_eos_token_tensor"):
+        token = getattr(generation_config, name, None)
+        if token is not None:
+            return int(token.flatten()[0])
+    return 0
 
-__all__ = ["AssistedRun", "check_call", "check_inputs", "install_dispatcher", "remove_dispatcher"]
+
+def _longest(generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> int | None:
+    lengths = (generation_config.max_length, stopping_criteria.max_length)
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor) -> bool:
+    """Whether positions are those that `generate` makes from the mask (what it puts at padding does not matter)."""
+    if positions.shape[-1] != input_ids.shape[1] or positions.dim() != 2:
+        return False
+    ones = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    usual = (ones.cumsum(dim=1) - 1).clamp(min=0)
+    return bool(((positions == usual) | (ones == 0)).all())
+
+
+def report_quantised(target: PreTrainedModel, statistics: RunStatistics) -> None:
+    """Say once how a quantised target fares: its features drift from those the drafter was trained on."""
+    if getattr(target, "is_quantized", False) and statistics.rounds:
+        logger.warning_once(
+            "The target is quantised, so its hidden states differ from those the drafter was trained on; accepted length of "
+            f"this call: {statistics.accepted_length:.2f} tokens a target forward."
+        )
+
+
+_KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+
+__all__ = ["check_call", "check_inputs", "decode", "report_quantised", "why_not_packed"]

@@ -7,24 +7,32 @@ data path.
 Shapes: `R` rows, `C` context positions, `Q` block positions, `L` tapped layers, `D` hidden size, `V` vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
 from .cache_dspark import DSparkCache, fresh_target_cache
-from .candidate_generator_dspark import RunStatistics
+from .candidate_generator_dspark import AssistedRun
 from .checkpoints_dspark import load_checkpoint
 from .configuration_dspark import DSparkConfig
+from .costs_dspark import CostProfile
+from .dispatcher_dspark import install_dispatcher
 from .drafting_dspark import Proposal, propose
-from .generation_dspark import AssistedRun, check_call, check_inputs, install_dispatcher
+from .generation_dspark import check_call, check_inputs, decode, report_quantised, why_not_packed
 from .heads_dspark import ConfidenceHead, MarkovHead
+from .profiling_dspark import profile
+from .statistics_dspark import RunStatistics
 from .target_dspark import TargetBinding
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -153,6 +161,18 @@ class DSparkModel(DSparkPreTrainedModel):
             hidden_states = layer(hidden_states, context, position_embeddings, mask, cache)
         return DSparkOutput(last_hidden_state=self.norm(hidden_states))
 
+    @torch.no_grad()
+    def extend_context(self, features: torch.Tensor, cache: DSparkCache, *, row: int) -> None:
+        """Add target features `[C, L * D]` to one row of the context without drafting (a prompt, say)."""
+        start, count = cache.lengths[row], features.shape[0]
+        cache.reserve(start + count + 1)
+        context = self.hidden_norm(self.fc(features[None].to(device=self.device, dtype=self.dtype)))
+        positions = torch.arange(start, start + count, device=self.device)[None]
+        position_embeddings = self.rotary_emb(context, positions)
+        for layer in self.layers:
+            layer.self_attn.extend_context(context, position_embeddings, cache=cache, row=row)
+        cache.lengths[row] += count
+
     def head_step(
         self,
         hidden: torch.Tensor,
@@ -208,27 +228,101 @@ class DSparkModel(DSparkPreTrainedModel):
         """Draft one block for every row of `features`; arguments and result as in `drafting_dspark.propose`."""
         return propose(self, binding, features, **arguments)
 
+    def profile(self, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
+        """What rounds cost on this machine with `target`: measured once (seconds, with a progress bar), then cached.
+
+        Args:
+            target ([`~transformers.PreTrainedModel`]): The target.
+            refresh (`bool`, *optional*, defaults to `False`): Measure again.
+
+        Returns:
+            [`CostProfile`]: with `save` and `load` for JSON.
+
+        Raises:
+            ValueError: if the target cannot be packed, or does not fit the drafter.
+        """
+        return profile(self, target, refresh=refresh)
+
     def check_call(self, target: PreTrainedModel, mode: GenerationMode, generation_config: GenerationConfig) -> None:
         """Called by the dispatcher before a `generate` call runs; see `generation_dspark.check_call`."""
         check_call(self, target, mode, generation_config)
 
-    def start_run(
+    def serve(
         self,
         target: PreTrainedModel,
         input_ids: torch.LongTensor,
         arguments: dict[str, Any],
-        model_kwargs: dict[str, Any],
-    ) -> tuple[AssistedRun, dict[str, Any]]:
-        """Called by the dispatcher when decoding starts: the state of the call, and the keyword arguments to go on with."""
-        check_inputs(input_ids, model_kwargs, arguments["logits_processor"])
-        run = AssistedRun(
+        keywords: dict[str, Any],
+        assisted: Callable[[AssistedRun, dict[str, Any]], Any],
+    ) -> Any:
+        """Called by the dispatcher when decoding starts: the output of `generate`.
+
+        Args:
+            target ([`~transformers.PreTrainedModel`]): The target.
+            input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts.
+            arguments (`dict`): What the decoding method was given, by name.
+            keywords (`dict`): Its keyword arguments as they came.
+            assisted (callable): Transformers' own loop with an [`AssistedRun`] and keyword arguments.
+        """
+        model_kwargs, settings = arguments.get("model_kwargs", {}), arguments["generation_config"]
+        processors, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
+        check_inputs(input_ids, model_kwargs, processors, synced_gpus=bool(arguments.get("synced_gpus")))
+        reason = why_not_packed(target, input_ids, settings, model_kwargs)
+        if reason is None:
+            return decode(
+                self,
+                target,
+                input_ids,
+                logits_processor=processors,
+                stopping_criteria=criteria,
+                generation_config=settings,
+                attention_mask=model_kwargs.get("attention_mask"),
+                streamer=arguments.get("streamer"),
+            )
+        if input_ids.shape[0] > 1:
+            raise ValueError(
+                f"This call cannot be decoded with a DSpark drafter as a batch of {input_ids.shape[0]}: {reason}. Call "
+                "`generate` for each prompt, or leave out `assistant_model`."
+            )
+        logger.warning_once(f"Transformers' own assisted loop serves this call, and not the packed one: {reason}.")
+        run = AssistedRun(self, target, settings, logits_processor=processors, stopping_criteria=criteria)
+        output = assisted(run, fresh_target_cache(target, input_ids, keywords))
+        report_quantised(target, run.candidate_generator.statistics)
+        return output
+
+    def decode(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The packed loop as a decoding method: `target.generate(**inputs, custom_generate=drafter.decode)`.
+
+        Arguments are those that `generate` prepares; `generator` (`torch.Generator`, *optional*) can be given to `generate`.
+
+        Raises:
+            ValueError: for a call that the packed loop does not serve, with the reason.
+        """
+        mode = generation_config.get_generation_mode(self)
+        self.check_call(target, mode, generation_config)
+        check_inputs(input_ids, model_kwargs, logits_processor, synced_gpus=False)
+        if reason := why_not_packed(target, input_ids, generation_config, model_kwargs):
+            raise ValueError(f"`custom_generate=drafter.decode` does not serve this call: {reason}.")
+        return decode(
             self,
             target,
-            arguments["generation_config"],
-            logits_processor=arguments["logits_processor"],
-            stopping_criteria=arguments["stopping_criteria"],
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            attention_mask=model_kwargs.get("attention_mask"),
+            generator=generator,
         )
-        return run, fresh_target_cache(target, input_ids, model_kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:

@@ -1,17 +1,23 @@
-"""How many draft tokens to verify: per-call settings and the static schedules.
+"""How many draft tokens to verify: per-call settings and the schedules.
 
-A schedule may use only what is known before the token of a slot is drawn (confidences of earlier slots and this one,
-which depend on earlier tokens); that is what keeps the output lossless.
+A schedule may use only what is known before the token of a slot is drawn (confidences of earlier slots and of this one,
+which depend on earlier tokens); that is what keeps the output lossless. A search over all confidences of the current
+block for the best total is not allowed: it lets the token of a slot decide whether that slot is verified.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from .configuration_dspark import SCHEDULES, DSparkConfig
 
+
+logger = logging.get_logger(__name__)
 
 # Transformers fills unset fields with these before any decoding method runs; exactly they count as "not set".
 _GLOBAL_DEFAULTS = {
@@ -27,13 +33,130 @@ class DraftSettings:
 
     Attributes:
         num_assistant_tokens (`int`): Most draft tokens a round, at most `block_size`.
-        schedule (`str`): `"fixed"` (always the cap) or `"confidence"` (stop before the first slot below the threshold).
+        schedule (`str` or `Schedule`): One of `SCHEDULES`, or an object with a method `lengths`.
         confidence_threshold (`float`): Threshold on calibrated confidence; used by `"confidence"` only.
     """
 
     num_assistant_tokens: int
-    schedule: str
+    schedule: Any
     confidence_threshold: float
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """What a schedule may know about a round; drafting rows only, unless said otherwise.
+
+    Attributes:
+        confidence (`list[list[float]]`):
+            Calibrated confidence `c[r][k]` of the slots that may be verified, left to right; empty lists inside where
+            a row may verify none. For a schedule with `needs_confidence = False`, ones.
+        num_rows (`int`): Rows of the target forward, rows that do not draft included.
+        seconds (callable, *optional*):
+            Cost of a round in which the target verifies `B` tokens, anchors of all rows included; given to schedules
+            with `needs_costs = True`.
+    """
+
+    confidence: list[list[float]]
+    num_rows: int
+    seconds: Callable[[int], float] | None = None
+
+    def survival(self) -> list[list[float]]:
+        """`a[r][j]`, the chance that slot `j` and all before it are accepted."""
+        return [list(accumulate(row, lambda before, now: before * now)) for row in self.confidence]
+
+
+class Schedule:
+    """Base of the schedules; a user's own needs only the method `lengths`.
+
+    Attributes:
+        needs_confidence (`bool`): Whether `lengths` reads confidences.
+        needs_costs (`bool`): Whether it reads `RoundView.seconds`; drafting then steps aside where it does not pay.
+    """
+
+    needs_confidence = True
+    needs_costs = False
+
+    def lengths(self, view: RoundView) -> list[int]:
+        """Draft tokens to verify in each row: a prefix, so at most `len(view.confidence[r])`."""
+        raise NotImplementedError
+
+
+class FixedSchedule(Schedule):
+    """Verify all that was drafted."""
+
+    needs_confidence = False
+
+    def lengths(self, view: RoundView) -> list[int]:
+        """As many as there are."""
+        return [len(row) for row in view.confidence]
+
+
+class ConfidenceSchedule(Schedule):
+    """Stop before the first slot whose calibrated confidence is below a threshold.
+
+    Args:
+        threshold (`float`): In [0, 1].
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+
+    def lengths(self, view: RoundView) -> list[int]:
+        """The slots before the first one below the threshold."""
+        return [
+            next((slot for slot, value in enumerate(row) if value < self.threshold), len(row))
+            for row in view.confidence
+        ]
+
+
+class ThroughputSchedule(Schedule):
+    """Algorithm 1 of the paper: admit slots by survival while expected tokens per second rise, then stop.
+
+    It stops at the first slot that does not pay and never looks further (line 12): whether slot `k` is verified then
+    depends only on what is known before its token is drawn (Appendix A has the counterexample).
+    """
+
+    needs_costs = True
+
+    def lengths(self, view: RoundView) -> list[int]:
+        """The admitted prefix of each row."""
+        seconds: Callable[[int], float] = view.seconds  # type: ignore[assignment]  # `needs_costs`
+        lengths = [0] * len(view.confidence)
+        tokens, expected = view.num_rows, float(view.num_rows)
+        best = expected / seconds(tokens)
+        for survival, row, slot in _by_survival(view.survival()):
+            tokens, expected = tokens + 1, expected + survival
+            rate = expected / seconds(tokens)
+            if rate <= best:
+                break
+            best, lengths[row] = rate, slot + 1
+        return lengths
+
+
+class LaggedThroughputSchedule(Schedule):
+    """For jagged costs: how many slots in all comes from an unconstrained search two rounds ago, which ones from now.
+
+    The number knows nothing of the current block, so the search may look at all of that round. In the first two rounds,
+    in which there is nothing to look back to, Algorithm 1 decides. One object serves one run.
+    """
+
+    needs_costs = True
+
+    def __init__(self) -> None:
+        self._shares: deque[float] = deque(maxlen=2)  # admitted slots a row, of the two rounds before this one
+        self._first = ThroughputSchedule()
+
+    def lengths(self, view: RoundView) -> list[int]:
+        """The slots with the highest survival, as many as the lagged capacity allows."""
+        survival = view.survival()
+        share = self._shares[0] if len(self._shares) == 2 else None
+        self._shares.append(_best_capacity(view, survival) / max(view.num_rows, 1))
+        if share is None:
+            return self._first.lengths(view)
+        lengths = [0] * len(survival)
+        for _, row, slot in _by_survival(survival)[: round(share * view.num_rows)]:
+            lengths[row] = slot + 1
+        return lengths
 
 
 def resolve_settings(generation_config: GenerationConfig, config: DSparkConfig) -> DraftSettings:
@@ -51,31 +174,111 @@ def resolve_settings(generation_config: GenerationConfig, config: DSparkConfig) 
         raise ValueError(f"`num_assistant_tokens` must be an integer >= 0 (0 = no drafts), got {cap!r}.")
     if schedule is None:
         schedule = "confidence" if threshold is not None else config.default_num_assistant_tokens_schedule
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"`num_assistant_tokens_schedule={schedule!r}` is not a schedule of a DSpark drafter; choose one of "
-            f"{SCHEDULES}."
-        )
     if threshold is None:
         threshold = config.default_assistant_confidence_threshold
     if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise ValueError(f"`assistant_confidence_threshold` must lie in [0, 1], got {threshold!r}.")
-    if schedule == "confidence" and not config.enable_confidence_head:
+    settings = DraftSettings(min(cap, config.block_size), schedule, float(threshold))
+    if make_schedule(settings).needs_confidence and not config.enable_confidence_head:
         raise ValueError(
-            "`num_assistant_tokens_schedule='confidence'` (or a threshold) needs a drafter with a confidence head; this "
+            f"`num_assistant_tokens_schedule={schedule!r}` (or a threshold) needs a drafter with a confidence head; this "
             "one has `enable_confidence_head=False`. Use `num_assistant_tokens_schedule='fixed'`."
         )
-    return DraftSettings(min(cap, config.block_size), schedule, float(threshold))
+    return settings
 
 
-def static_lengths(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Slots before the first one whose calibrated confidence is below `threshold`: `[R, n]` -> `[R]`."""
-    return (confidence >= threshold).int().cumprod(dim=-1).sum(dim=-1)
+def fallback_settings(settings: DraftSettings, config: DSparkConfig) -> DraftSettings:
+    """The settings for a loop in which costs are not known: a static schedule in the place of one that needs them."""
+    if not make_schedule(settings).needs_costs:
+        return settings
+    logger.warning_once(
+        f"`num_assistant_tokens_schedule={settings.schedule!r}` needs measured costs, which Transformers' own assisted loop "
+        "does not have; this call uses the static confidence threshold "
+        f"{config.default_assistant_confidence_threshold}."
+    )
+    return replace(settings, schedule="confidence")
+
+
+def make_schedule(settings: DraftSettings) -> Any:
+    """The schedule of one run.
+
+    Raises:
+        ValueError: if `settings.schedule` is neither a name in `SCHEDULES` nor an object with a method `lengths`.
+    """
+    made = {
+        "fixed": FixedSchedule,
+        "confidence": lambda: ConfidenceSchedule(settings.confidence_threshold),
+        "throughput": ThroughputSchedule,
+        "throughput_lagged": LaggedThroughputSchedule,
+    }
+    schedule = settings.schedule
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return made[schedule]()
+    if callable(getattr(schedule, "lengths", None)) and not isinstance(schedule, type):
+        return schedule if isinstance(schedule, Schedule) else _Adapted(schedule)
+    raise ValueError(
+        f"`num_assistant_tokens_schedule={schedule!r}` is not a schedule of a DSpark drafter; choose one of {SCHEDULES}, "
+        "or pass an object with a method `lengths(view) -> list[int]`."
+    )
+
+
+def checked_lengths(schedule: Any, view: RoundView) -> list[int]:
+    """`schedule.lengths(view)`, checked.
+
+    Raises:
+        ValueError: if the lengths of a user's schedule are not one integer a row within what was drafted.
+    """
+    lengths = schedule.lengths(view)
+    most = [len(row) for row in view.confidence]
+    if len(lengths) != len(most) or any(
+        int(length) != length or not 0 <= length <= limit for length, limit in zip(lengths, most, strict=True)
+    ):
+        raise ValueError(
+            f"The schedule {type(schedule).__name__} returned the lengths {lengths}; it must return one integer a row, "
+            f"between 0 and {most}."
+        )
+    return [int(length) for length in lengths]
+
+
+class _Adapted(Schedule):
+    """A user's object, with the defaults of what it does not say."""
+
+    def __init__(self, schedule: Any):
+        self.needs_confidence = getattr(schedule, "needs_confidence", True)
+        self.needs_costs = getattr(schedule, "needs_costs", False)
+        self.lengths = schedule.lengths  # type: ignore[method-assign]
+
+
+def _by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """All slots `(a, r, j)` by descending survival; ties: smaller `j` first, so that lengths stay prefixes."""
+    slots = [(value, row, slot) for row, values in enumerate(survival) for slot, value in enumerate(values)]
+    return sorted(slots, key=lambda item: (-item[0], item[2]))
+
+
+def _best_capacity(view: RoundView, survival: list[list[float]]) -> int:
+    """The number of slots with the most expected tokens per second, over all numbers."""
+    seconds: Callable[[int], float] = view.seconds  # type: ignore[assignment]  # `needs_costs`
+    values = [value for value, _, _ in _by_survival(survival)]
+    totals = accumulate(values, initial=float(view.num_rows))
+    rates = [total / seconds(view.num_rows + count) for count, total in enumerate(totals)]
+    return rates.index(max(rates))
 
 
 def _user_value(generation_config: GenerationConfig, name: str) -> Any:
     value = getattr(generation_config, name)
-    return None if value == _GLOBAL_DEFAULTS[name] else value
+    return None if isinstance(value, type(_GLOBAL_DEFAULTS[name])) and value == _GLOBAL_DEFAULTS[name] else value
 
 
-__all__ = ["DraftSettings", "resolve_settings", "static_lengths"]
+__all__ = [
+    "ConfidenceSchedule",
+    "DraftSettings",
+    "FixedSchedule",
+    "LaggedThroughputSchedule",
+    "RoundView",
+    "Schedule",
+    "ThroughputSchedule",
+    "checked_lengths",
+    "fallback_settings",
+    "make_schedule",
+    "resolve_settings",
+]

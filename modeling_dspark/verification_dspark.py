@@ -21,17 +21,15 @@ class Verdict:
     next_tokens: torch.Tensor
 
 
-def accept_greedy(draft_tokens: torch.Tensor, target_logits: torch.Tensor, lengths: torch.Tensor) -> Verdict:
-    """Keep draft tokens while they are the target's argmax.
+def accept_greedy(draft_tokens: torch.Tensor, choices: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+    """Keep draft tokens while they are the target's choices.
 
     Args:
         draft_tokens (`torch.LongTensor` of shape `(R, K)`): Drafts.
-        target_logits (`torch.Tensor` of shape `(R, K + 1, V)`): Processed target logits at the anchor and each draft.
+        choices (`torch.LongTensor` of shape `(R, K + 1)`): Argmax of the processed target logits at the anchor and each draft.
         lengths (`torch.LongTensor` of shape `(R,)`): Drafts that were verified in each row.
     """
-    choices = target_logits.argmax(dim=-1)
-    accepted = draft_tokens == choices[:, :-1]
-    num_accepted = _leading(accepted, lengths)
+    num_accepted = _leading(draft_tokens == choices[:, :-1], lengths)
     return Verdict(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
 
 
@@ -65,9 +63,11 @@ def accept_sampled(
     num_accepted = _leading(uniform * q_draft < p_draft, lengths)
     index = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_next = p.gather(1, index).squeeze(1)
-    q_next = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1).gather(1, index).squeeze(1)
-    bonus = (num_accepted == lengths)[:, None]
-    residual = torch.where(bonus, p_next, (p_next - q_next).clamp(min=0))
+    residual = p_next
+    if num_slots:
+        q_next = q.gather(1, index.clamp(max=num_slots - 1)).squeeze(1)
+        bonus = (num_accepted == lengths)[:, None]
+        residual = torch.where(bonus, p_next, (p_next - q_next).clamp(min=0))
     weights = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_next)
     next_tokens = torch.multinomial(weights, 1, generator=generator).squeeze(1)
     return Verdict(num_accepted, next_tokens)

@@ -144,3 +144,76 @@ def script(drafter: DSparkModel, reference: list[int], wrong_every: int = 3) -> 
 
     drafter.forward, drafter.head_step = forward, head_step
     return drafter
+
+
+# Where a batch can go wrong that one text cannot: sliding and full layers together, attention sinks, partial rotary.
+FAMILIES |= {
+    "gemma3_mixed": (
+        "gemma3_text",
+        _COMMON
+        | {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        _COMMON
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "olmo2": ("olmo2", {name: value for name, value in _COMMON.items() if name != "head_dim"}),
+    "glm4": ("glm4", _COMMON),
+}
+
+
+def varied_target(family: str, seed: int = 0, **overrides):
+    """A random target whose text varies: where embeddings are scaled up they drown what attention adds."""
+    target = tiny_target(family, seed, **overrides)
+    if family.startswith("gemma"):
+        with torch.no_grad():
+            target.get_input_embeddings().weight.mul_(0.07)
+    return target
+
+
+def script_rows(drafter: DSparkModel, references, *, wrong_every: int = 3, confidence_logit: float | None = None):
+    """Make a drafter propose the texts `references` (prompts without padding included) in a batch of any order.
+
+    The text a row is in is found by its anchor's place and token. The draft of every place that is a multiple of
+    `wrong_every` is spoilt. `confidence_logit` replaces the logits of the confidence head.
+    """
+    real_forward, real_step = drafter.forward, drafter.head_step
+    found = {(place, token): text for text in references for place, token in enumerate(text)}
+    ids = drafter.draft_token_ids
+    columns = {token: column for column, token in enumerate(range(VOCAB) if ids is None else ids.tolist())}
+    state = {}
+
+    def forward(*args, cache=None, context_lengths=None, **kwargs):
+        places = [length + new for length, new in zip(cache.lengths, context_lengths, strict=False)]
+        state.update(places=places, texts=None)  # of the anchors
+        return real_forward(*args, cache=cache, context_lengths=context_lengths, **kwargs)
+
+    def head_step(hidden, base_logits, previous_tokens, head_state=None):
+        step = real_step(hidden, base_logits, previous_tokens, head_state)
+        if state["texts"] is None:
+            anchors = zip(state["places"], previous_tokens.tolist(), strict=True)
+            state["texts"] = [found.get(anchor, []) for anchor in anchors]
+        state["places"] = [place + 1 for place in state["places"]]
+        boost = torch.zeros_like(step.logits)
+        for row, (place, text) in enumerate(zip(state["places"], state["texts"], strict=True)):
+            token = text[place] if place < len(text) else 5
+            token = (token + 1) % VOCAB if place % wrong_every == 0 else token
+            if token in columns:
+                boost[row, columns[token]] = 100.0
+        step = step._replace(logits=step.logits + boost)
+        if confidence_logit is not None and step.confidence_logits is not None:
+            step = step._replace(confidence_logits=torch.full_like(step.confidence_logits, confidence_logit))
+        return step
+
+    drafter.forward, drafter.head_step = forward, head_step
+    return drafter

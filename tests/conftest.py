@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import CostProfile, DSparkModel, profiling_dspark
+from modeling_dspark.costs_dspark import Curve
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -21,6 +22,16 @@ FIXTURES = Path(__file__).parent / "fixtures"
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fake_costs(monkeypatch, tmp_path):
+    """Costs that are the same everywhere, in which drafting pays; no test touches the user's folder of profiles."""
+    verify, draft, accept = Curve([1, 101], [1.0, 3.0]), Curve([1, 33], [0.1, 0.2]), Curve([1], [0.02])
+    costs = CostProfile(verify, 1e-6, draft, draft, accept, accept)
+    monkeypatch.setattr(profiling_dspark, "measure", lambda *_: costs)
+    monkeypatch.setattr(profiling_dspark, "costs_folder", lambda: tmp_path / "costs")
+    return costs
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
-from modeling_dspark.cache_dspark import _cache_keyword, loop_takes_embeddings
+from modeling_dspark.cache_dspark import cache_keyword, loop_takes_embeddings
 from modeling_dspark.scheduling_dspark import resolve_settings
 from modeling_dspark.target_dspark import tapped_features
 from tests.builders import script, tiny_drafter, tiny_target
@@ -49,7 +49,7 @@ class TestSettings:
             num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
         )
         settings = resolve_settings(generation, config(block_size=7))
-        assert (settings.num_assistant_tokens, settings.schedule) == (7, "fixed")
+        assert (settings.num_assistant_tokens, settings.schedule) == (7, "throughput")
 
     def test_defaults_of_the_drafter(self):
         drafter = config(
@@ -136,7 +136,8 @@ class TestHostileInput:
 
     def test_batches(self):
         target = tiny_target("llama")
-        self.refused("batch of 3.*each prompt", target, tiny_drafter(target), PROMPT * 3)
+        cache = {cache_keyword(): DynamicCache(config=target.config)}
+        self.refused("batch of 3.*cache of its own.*each prompt", target, tiny_drafter(target), PROMPT * 3, **cache)
 
     def test_beams(self):
         target = tiny_target("llama")
@@ -384,14 +385,15 @@ class TestCaches:
     def test_a_cache_with_a_prefix_of_the_prompt(self, num_cached):
         """The prefix is computed again: right text, drafts as good as without the cache, the user's cache untouched."""
         target = tiny_target("llama")
-        keyword = _cache_keyword()
+        keyword = cache_keyword()
         caches = [DynamicCache(config=target.config) for _ in range(2)]
         for cache in caches:
             target(torch.tensor(PROMPT)[:, :num_cached], **{keyword: cache}, use_cache=True)
         kwargs = {"max_new_tokens": 20, "eos_token_id": None}
         expected = plain(target, PROMPT, **{keyword: caches[0]}, **kwargs)
         drafter = scripted(target, wrong_every=1000)
-        output = assisted(target, drafter, PROMPT, **{keyword: caches[1]}, **kwargs)
+        always = {"num_assistant_tokens_schedule": "fixed"}
+        output = assisted(target, drafter, PROMPT, **{keyword: caches[1]}, **kwargs, **always)
         assert output.tolist() == expected.tolist()
         assert drafter.last_run.new_tokens == [5, 5, 5, 4]
         assert caches[1].get_seq_length() == num_cached
@@ -399,15 +401,15 @@ class TestCaches:
     def test_a_cache_with_other_tokens(self):
         target = tiny_target("llama")
         cache = DynamicCache(config=target.config)
-        target(torch.tensor([[5] * 9]), **{_cache_keyword(): cache}, use_cache=True)
+        target(torch.tensor([[5] * 9]), **{cache_keyword(): cache}, use_cache=True)
         with pytest.raises(ValueError, match="not in `input_ids`"):
-            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=4, **{_cache_keyword(): cache})
+            assisted(target, tiny_drafter(target), PROMPT, max_new_tokens=4, **{cache_keyword(): cache})
 
     def test_dynamic_cache_of_the_user(self):
         target = tiny_target("gemma3")
         drafter = scripted(target)
         kwargs = {"max_new_tokens": 30, "eos_token_id": None}
-        keyword = _cache_keyword()
+        keyword = cache_keyword()
         expected = plain(target, PROMPT, **kwargs)
         output = assisted(target, drafter, PROMPT, **{keyword: DynamicCache(config=target.config)}, **kwargs)
         assert output.tolist() == expected.tolist()

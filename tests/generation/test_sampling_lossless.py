@@ -26,7 +26,6 @@ from transformers import (
 
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.drafting_dspark import propose
-from modeling_dspark.scheduling_dspark import static_lengths
 from modeling_dspark.target_dspark import tapped_features
 from modeling_dspark.verification_dspark import Verdict, accept_sampled
 from tests.builders import tiny_drafter, tiny_target
@@ -138,10 +137,11 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
             cache=cache,
             context_lengths=new.tolist(),
             do_sample=True,
-            prefix_ids=prefixes(ids, lengths),
-            logits_processor=processor,
+            logits_processor=processor and (
+                lambda drafts, logits, before=prefixes(ids, lengths): processor(torch.cat([before, drafts], dim=1), logits)
+            ),
         )
-        verified = static_lengths(proposal.confidence, threshold)
+        verified = (proposal.confidence >= threshold).int().cumprod(dim=-1).sum(dim=-1)
         trial = ids.clone()
         slots = lengths[:, None] + torch.arange(num_slots)
         inside = slots < trial.shape[1]

@@ -272,8 +272,8 @@ class TestHeads:
         results = []
         for forced in (10, 20):
 
-            def processor(ids, scores, forced=forced):
-                if ids.shape[1] == 6:  # the prefix of slot 2
+            def processor(drafts, scores, forced=forced):
+                if drafts.shape[1] == 2:  # slot 2
                     scores = torch.full_like(scores, -torch.inf)
                     scores[:, forced] = 0.0
                 return scores
@@ -284,7 +284,6 @@ class TestHeads:
                     features,
                     anchor_tokens=torch.tensor([8]),
                     cache=DSparkCache(),
-                    prefix_ids=torch.tensor([[5, 6, 7, 8]]),
                     logits_processor=processor,
                 )
             )
@@ -382,7 +381,7 @@ def test_accept_greedy_by_hand():
         for slot, token in enumerate(tokens):
             target[row, slot, token] = 1.0
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [5, 0, 0]])
-    verdict = accept_greedy(drafts, target, torch.tensor([3, 3, 1]))
+    verdict = accept_greedy(drafts, target.argmax(dim=-1), torch.tensor([3, 3, 1]))
     assert verdict.num_accepted.tolist() == [3, 1, 1]
     assert verdict.next_tokens.tolist() == [4, 2, 0]
 

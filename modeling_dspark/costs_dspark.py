@@ -1,0 +1,151 @@
+"""What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
+
+`T(round) = T_draft(n) + T_verify(B) + T_accept(B)`, for `n` drafting rows and `B` verified tokens. Nothing is measured
+here; that is `profiling_dspark`.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+_FORMAT = "dspark-cost-profile"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at some counts: never falling, linear between points and beyond the last, constant before the first.
+
+    Args:
+        counts (`list[int]`): Strictly increasing.
+        seconds (`list[float]`): Positive, never falling (see `smoothed`).
+
+    Raises:
+        ValueError: if the points are not so.
+    """
+
+    counts: list[int]
+    seconds: list[float]
+
+    def __post_init__(self) -> None:
+        rising = all(one < other for one, other in zip(self.counts, self.counts[1:], strict=False))
+        falling = any(one > other for one, other in zip(self.seconds, self.seconds[1:], strict=False))
+        if not self.counts or len(self.counts) != len(self.seconds) or not rising or falling:
+            raise ValueError(f"A cost curve needs rising counts and seconds, got {self.counts} and {self.seconds}.")
+        if not all(isinstance(s, (int, float)) and 0 < s < float("inf") for s in self.seconds):
+            raise ValueError(f"The seconds of a cost curve must be positive numbers, got {self.seconds}.")
+
+    @classmethod
+    def smoothed(cls, counts: Sequence[int], seconds: Sequence[float]) -> "Curve":
+        """Isotonic regression (pool adjacent violators) of noisy points."""
+        blocks: list[list[float]] = []  # [mean, weight]
+        for value in seconds:
+            blocks.append([value, 1])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (mean, weight), (last, last_weight) = blocks[-2], blocks.pop()
+                blocks[-1] = [(mean * weight + last * last_weight) / (weight + last_weight), weight + last_weight]
+        return cls(list(counts), [mean for mean, weight in blocks for _ in range(int(weight))])
+
+    def __call__(self, count: float) -> float:
+        """Seconds at `count`."""
+        counts, seconds = self.counts, self.seconds
+        if count <= counts[0] or len(counts) == 1:
+            return seconds[0]
+        right = min(bisect_right(counts, count), len(counts) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (counts[right] - counts[left])
+        return seconds[left] + slope * (count - counts[left])
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Measured costs of one target and drafter on one machine.
+
+    Attributes:
+        verify ([`Curve`]): Seconds of a target forward over `B` packed tokens with an empty context.
+        seconds_per_context (`float`): What each token of context that is read adds to it.
+        draft ([`Curve`]): Seconds of drafting for `n` rows, greedy.
+        draft_sampled ([`Curve`]): The same with sampling.
+        accept ([`Curve`]): Seconds of the rest of a round that verifies `B` tokens, greedy.
+        accept_sampled ([`Curve`]): The same with sampling.
+        key (`dict`): What the measurement holds for: device, dtype, attention, models, versions.
+    """
+
+    verify: Curve
+    seconds_per_context: float
+    draft: Curve
+    draft_sampled: Curve
+    accept: Curve
+    accept_sampled: Curve
+    key: dict[str, Any] = field(default_factory=dict)
+
+    def round_seconds(self, num_tokens: int, *, num_drafting: int, context: int = 0, do_sample: bool = False) -> float:
+        """Cost of one round.
+
+        Args:
+            num_tokens (`int`): Tokens the target verifies, anchors of all rows included (`B`).
+            num_drafting (`int`): Rows that draft; 0 is a plain step.
+            context (`int`, *optional*, defaults to `0`): Context tokens read by attention, over all rows.
+            do_sample (`bool`, *optional*, defaults to `False`): Whether tokens are drawn.
+        """
+        draft, accept = (self.draft_sampled, self.accept_sampled) if do_sample else (self.draft, self.accept)
+        drafting = draft(num_drafting) if num_drafting else 0.0
+        return drafting + self.verify(num_tokens) + accept(num_tokens) + self.seconds_per_context * context
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f"{path.suffix}.partial")
+        partial.write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=2) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostProfile":
+        """Read a profile in this project's JSON or in SGLang's (`sample_batch_tokens`, `sample_steps_per_sec`).
+
+        Raises:
+            ValueError: if the file is neither; names the file and what is wrong.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            if "sample_batch_tokens" in fields:
+                return cls._from_sglang(fields)
+            if fields.pop("format") != _FORMAT or fields.pop("version") != _VERSION:
+                raise ValueError("another format or version")
+            curves = {name: Curve(**fields.pop(name)) for name in _CURVES}
+            profile = cls(**curves, **fields)
+            if not 0 <= profile.seconds_per_context < float("inf"):
+                raise ValueError(f"`seconds_per_context` is {profile.seconds_per_context}")
+            return profile
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not a cost profile that can be used: {error!r}.") from error
+
+    def to_sglang(self, block_size: int) -> dict[str, Any]:
+        """SGLang's fields, for greedy rounds in which all rows draft and verify whole blocks."""
+        counts = self.verify.counts
+        seconds = [self.round_seconds(count, num_drafting=max(count // (block_size + 1), 1)) for count in counts]
+        return {
+            "sample_batch_tokens": list(counts),
+            "sample_steps_per_sec": [1.0 / value for value in seconds],
+            "max_batch_tokens": counts[-1],
+        }
+
+    @classmethod
+    def _from_sglang(cls, fields: dict[str, Any]) -> "CostProfile":
+        """SGLang measures whole steps, so drafting and the rest are in `verify` and cost (next to) nothing of their own."""
+        steps = fields["sample_steps_per_sec"]
+        if len(steps) != len(fields["sample_batch_tokens"]) or not all(rate > 0 for rate in steps):
+            raise ValueError("`sample_steps_per_sec` must be as many positive numbers as `sample_batch_tokens`")
+        verify = Curve.smoothed(fields["sample_batch_tokens"], [1.0 / rate for rate in steps])
+        nothing = Curve([1], [1e-9])
+        return cls(verify, 0.0, nothing, nothing, nothing, nothing, {"source": "sglang"})
+
+
+_CURVES = ("verify", "draft", "draft_sampled", "accept", "accept_sampled")
+
+__all__ = ["CostProfile", "Curve"]

@@ -1,0 +1,220 @@
+"""The user's logits processors and stopping criteria over many positions of many rows at once.
+
+Every position has its own prefix: the row's text, drafts before the position included. Processors that do not look at
+the prefix run on all positions in one call; the others see each position's own prefix. Criteria are asked about tokens
+that are part of the text, never about drafts.
+
+Shapes: `P` positions, `V` vocabulary, `n` prefix length.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+
+# By name, since not every supported Transformers has all of them.
+_PREFIX_FREE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# They look at the prefix, and treat each row by itself whatever its place in the batch.
+_ROW_FREE = {
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "WatermarkLogitsProcessor",
+}
+
+
+class RowProcessors:
+    """The logits processors of a call, in their order.
+
+    Args:
+        processors ([`~transformers.LogitsProcessorList`], *optional*): As `generate` prepared them.
+        batch_size (`int`): Rows of the user's batch: a processor that is not known to treat rows alike (a user's own)
+            is called with a batch of this size, so that it finds a prefix in its own row.
+    """
+
+    def __init__(self, processors: LogitsProcessorList | None, batch_size: int):
+        self._processors = list(processors or ())
+        self.batch_size = batch_size
+        self.num_pads: list[int] = []  # of each row, on the left of its prefix
+
+    def __bool__(self) -> bool:
+        return bool(self._processors)
+
+    def __call__(
+        self, logits: torch.Tensor, prefixes: Callable[[], list[torch.Tensor]], rows: list[int]
+    ) -> torch.Tensor:
+        """Processed logits `[P, V]`.
+
+        Args:
+            logits (`torch.Tensor` of shape `(P, V)`): In fp32; may be written to.
+            prefixes (callable): Returns the prefix `[n]` of each position; called only where one is looked at.
+            rows (`list[int]`): The row of the user's batch that each position belongs to.
+        """
+        made: list[torch.Tensor] | None = None
+        for processor in self._processors:
+            if _is_known(processor, _PREFIX_FREE):
+                logits = processor(logits.new_empty((logits.shape[0], 0), dtype=torch.long), logits)
+                continue
+            made = prefixes() if made is None else made
+            if _is_known(processor, _ROW_FREE):
+                logits = self._by_length(processor, logits, made, rows)
+            else:
+                logits = self._in_own_row(processor, logits, made, rows)
+        return logits
+
+    def _by_length(
+        self, processor: Any, logits: torch.Tensor, prefixes: list[torch.Tensor], rows: list[int]
+    ) -> torch.Tensor:
+        """Positions whose prefixes are equally long share a call."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for position, prefix in enumerate(prefixes):
+            groups[len(prefix)].append(position)
+        processed = []
+        for positions in groups.values():
+            batch = torch.stack([prefixes[position] for position in positions])
+            of_rows = self._for_rows(processor, [rows[position] for position in positions])
+            processed.append(of_rows(batch, logits if len(groups) == 1 else logits[positions]))
+        if len(groups) == 1:
+            return processed[0]
+        order = torch.tensor([position for positions in groups.values() for position in positions], device=logits.device)
+        return torch.cat(processed)[order.argsort()]
+
+    def _for_rows(self, processor: Any, rows: list[int]) -> Any:
+        """The repetition penalty keeps how much padding each row has; give it that of these rows."""
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if not isinstance(ignored, torch.Tensor):
+            return processor
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored.new_tensor([self.num_pads[row] for row in rows])
+        return processor
+
+    def _in_own_row(
+        self, processor: Any, logits: torch.Tensor, prefixes: list[torch.Tensor], rows: list[int]
+    ) -> torch.Tensor:
+        processed = []
+        for position, (prefix, row) in enumerate(zip(prefixes, rows, strict=True)):
+            batch = prefix.repeat(self.batch_size, 1)
+            scores = logits[position].repeat(self.batch_size, 1)
+            processed.append(processor(batch, scores)[row])
+        return torch.stack(processed)
+
+
+class StopConditions:
+    """Where a text ends: length, time, end-of-text tokens, and criteria on its content.
+
+    Args:
+        criteria ([`~transformers.StoppingCriteriaList`], *optional*): As `generate` prepared them.
+        batch_size (`int`): Rows of the user's batch; criteria on content find a text in its own row.
+        eos_token_ids (`list[int]`, *optional*): More end-of-text tokens.
+    """
+
+    def __init__(
+        self, criteria: StoppingCriteriaList | None, batch_size: int, *, eos_token_ids: list[int] | None = None
+    ):
+        self.eos_token_ids = set(eos_token_ids or ())
+        self.max_length: int | None = None
+        self._batch_size = batch_size
+        self._clocks: list[Any] = []
+        self._content: list[Any] = []
+        for criterion in criteria or ():
+            if isinstance(criterion, MaxLengthCriteria):
+                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
+            elif isinstance(criterion, EosTokenCriteria):
+                self.eos_token_ids |= set(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+            elif isinstance(criterion, MaxTimeCriteria):
+                self._clocks.append(criterion)
+            else:
+                self._content.append(criterion)
+
+    def out_of_time(self) -> bool:
+        """Whether `max_time` has passed."""
+        nothing = torch.zeros(1, 0, dtype=torch.long)
+        return any(bool(torch.as_tensor(clock(nothing, None)).any()) for clock in self._clocks)
+
+    def cut(self, texts: list[tuple[torch.Tensor, int]], rows: list[int], scores: list[Any]) -> list[int | None]:
+        """Length at which each text ends, or `None` where it goes on.
+
+        Args:
+            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and how many of it are new.
+            rows (`list[int]`): The row of the user's batch that each text belongs to.
+            scores (`list`): Scores `[V]` of all tokens of each text, where they are kept, else `None`.
+        """
+        ends = [self._by_token(text, num_new) for text, num_new in texts]
+        for criterion in self._content:
+            if isinstance(criterion, StopStringCriteria):
+                found = _first_stops(criterion, texts)
+            else:
+                found = [self._asked(criterion, *item) for item in zip(texts, ends, rows, scores, strict=True)]
+            ends = [
+                min((end for end in pair if end is not None), default=None) for pair in zip(ends, found, strict=True)
+            ]
+        return ends
+
+    def _by_token(self, text: torch.Tensor, num_new: int) -> int | None:
+        first = len(text) - num_new
+        for length, token in enumerate(text[first:].tolist(), first + 1):
+            if token in self.eos_token_ids or (self.max_length is not None and length >= self.max_length):
+                return length
+        return None
+
+    def _asked(self, criterion: Any, text: tuple[torch.Tensor, int], end: int | None, row: int, scores: Any) -> Any:
+        """Ask a criterion about each new token in turn, with the text up to it, as plain decoding does."""
+        tokens, num_new = text
+        for length in range(len(tokens) - num_new + 1, (end or len(tokens)) + 1):
+            known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
+            given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
+            answer = torch.as_tensor(criterion(tokens[:length].repeat(self._batch_size, 1), given))
+            if bool(answer if answer.dim() == 0 else answer[row]):
+                return length
+        return None
+
+
+def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, int]]) -> list[int | None]:
+    """Stop strings: all new tokens of all texts in one call for each length of what the criterion looks at."""
+    groups: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
+    for index, (text, num_new) in enumerate(texts):
+        for length in range(len(text) - num_new + 1, len(text) + 1):
+            tail = text[max(length - criterion.maximum_token_len, 0) : length]
+            groups[len(tail)].append((index, length, tail))
+    ends: list[int | None] = [None] * len(texts)
+    for group in groups.values():
+        stops = criterion(torch.stack([tail for _, _, tail in group]), None).tolist()
+        for (index, length, _), stop in zip(group, stops, strict=True):
+            if stop:
+                ends[index] = min(length, ends[index] or length)
+    return ends
+
+
+def _is_known(processor: Any, names: set[str]) -> bool:
+    """Whether a processor is one of Transformers' own of these names; a subclass may do something else."""
+    return type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in names
+
+
+
+
+__all__ = ["RowProcessors", "StopConditions"]

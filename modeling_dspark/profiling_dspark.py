@@ -1,0 +1,219 @@
+"""Measure what rounds cost: the phases of the packed loop itself, over a grid of rows and verified tokens.
+
+Timing lives here and not in the loop. Repeats are interleaved over the grid and the fastest of each point counts, since
+other programs only ever add time; the curves are then made to rise (`Curve.smoothed`).
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .costs_dspark import CostProfile, Curve
+from .engine_dspark import Engine
+from .requests_dspark import Request
+from .scheduling_dspark import DraftSettings, RoundView, Schedule
+
+
+logger = logging.get_logger(__name__)
+
+_ROWS = (1, 2, 4, 8, 16, 32)
+_SAMPLED_ROWS = (1, 8, 32)
+_CONTEXT, _LONG_CONTEXT = 128, 1024  # tokens a row
+_LONG_CONTEXT_ROWS = 8
+_SECONDS = 12.0  # after the first two repeats, no more are begun
+_REPEATS = 5
+_FEWEST_REPEATS = 2
+_known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
+
+
+def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
+    """The costs of `drafter` and `target` on this machine, from memory, from the user's cache folder, or measured.
+
+    The folder is `$DSPARK_CACHE/costs`, by default `~/.cache/dspark/costs`. A file that is damaged, or was made for
+    something else, is measured again and replaced.
+
+    Raises:
+        ValueError: if the target cannot be packed, or does not fit the drafter.
+    """
+    key = profile_key(drafter, target)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    known = _known.setdefault(target, {})
+    if digest in known and not refresh:
+        return known[digest]
+    path = costs_folder() / f"{digest}.json"
+    found = None if refresh else _stored(path, key)
+    if found is None:
+        found = measure(drafter, target)
+        try:
+            found.save(path)
+        except OSError as error:
+            logger.warning_once(f"The cost profile could not be stored, so the next program measures again: {error}.")
+    known[digest] = found
+    return found
+
+
+def costs_folder() -> Path:
+    """Where profiles are kept."""
+    return Path(os.environ.get("DSPARK_CACHE", Path.home() / ".cache" / "dspark")) / "costs"
+
+
+def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
+    """What a measurement holds for."""
+    device = target.get_input_embeddings().weight.device
+    accelerator = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if accelerator else f"{device.type}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype),
+        "drafter_dtype": str(drafter.dtype),
+        "attention": target.config._attn_implementation,
+        "target": _digest(target),
+        "drafter": _digest(drafter),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
+    """Measure a [`CostProfile`]; shows a progress bar.
+
+    Raises:
+        ValueError: if the target cannot be packed, or does not fit the drafter.
+    """
+    block_size = drafter.config.block_size
+    lengths = sorted({0, 1, 2, block_size})
+    greedy = _Bench(drafter, target, do_sample=False)
+    sampled = _Bench(drafter, target, do_sample=True)
+    tasks = [(greedy, rows, length, _CONTEXT) for rows, length in itertools.product(_ROWS, lengths)]
+    tasks += [(sampled, rows, length, _CONTEXT) for rows, length in itertools.product(_SAMPLED_ROWS, (1, block_size))]
+    tasks += [(greedy, _LONG_CONTEXT_ROWS, 0, _LONG_CONTEXT)]
+    fastest: dict[Any, tuple[float, ...]] = {}
+    with logging.tqdm(total=len(tasks) * _REPEATS, desc="Measuring what a round costs here (once)") as bar:
+        for repeat in _repeats():
+            for bench, rows, length, context in tasks:
+                if repeat == 0:
+                    bench.run(rows, length, context)  # the first run of a shape prepares its kernels
+                seconds = bench.run(rows, length, context)
+                point = (bench is sampled, rows, length, context)
+                fastest[point] = tuple(map(min, zip(seconds, fastest.get(point, seconds), strict=True)))
+                bar.update()
+    return _fitted(fastest, profile_key(drafter, target))
+
+
+def _repeats() -> Iterator[int]:
+    begun = time.perf_counter()
+    for repeat in range(_REPEATS):
+        if repeat >= _FEWEST_REPEATS and (time.perf_counter() - begun) * (repeat + 1) / repeat > _SECONDS:
+            return
+        yield repeat
+
+
+def _fitted(fastest: dict[Any, tuple[float, ...]], key: dict[str, Any]) -> CostProfile:
+    """Curves from the fastest `(draft, verify, accept)` seconds of each `(sampled, rows, length, context)`."""
+    short = fastest[False, _LONG_CONTEXT_ROWS, 0, _CONTEXT][1]
+    long = fastest[False, _LONG_CONTEXT_ROWS, 0, _LONG_CONTEXT][1]
+    per_context = max(long - short, 0.0) / (_LONG_CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT))
+    verify: dict[int, list[float]] = defaultdict(list)
+    draft: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
+    accept: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
+    for (is_sampled, rows, length, context), (drafting, verifying, accepting) in fastest.items():
+        draft[is_sampled][rows].append(drafting)
+        accept[is_sampled][rows * (1 + length)].append(accepting)
+        if context == _CONTEXT and not is_sampled:
+            verify[rows * (1 + length)].append(max(verifying - per_context * rows * context, 0.1 * verifying))
+    return CostProfile(
+        _curve(verify), per_context, _curve(draft[False]), _curve(draft[True]), _curve(accept[False]),
+        _curve(accept[True]), key,
+    )  # fmt: skip
+
+
+def _curve(points: dict[int, list[float]]) -> Curve:
+    counts = sorted(points)
+    return Curve.smoothed(counts, [sum(points[count]) / len(points[count]) for count in counts])
+
+
+class _Given(Schedule):
+    """Verify a given number of drafts in every row."""
+
+    needs_confidence = True  # as the schedules that a profile is for
+    length = 0
+
+    def lengths(self, view: RoundView) -> list[int]:
+        return [min(self.length, len(row)) for row in view.confidence]
+
+
+class _Bench:
+    """An engine of requests that hold no text worth having: what a phase costs does not depend on the values."""
+
+    def __init__(self, drafter: Any, target: PreTrainedModel, *, do_sample: bool):
+        self._schedule = _Given()
+        self._schedule.needs_confidence = drafter.config.enable_confidence_head
+        settings = DraftSettings(drafter.config.block_size, self._schedule, 0.0)
+        self._engine = Engine(drafter, target, settings=settings, do_sample=do_sample)
+        self._features = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+        self._requests: list[Request] = []
+
+    def run(self, rows: int, length: int, context: int) -> tuple[float, float, float]:
+        """Seconds of drafting, of the target's forward, and of the rest of one round."""
+        self._schedule.length = length
+        self._prepare(rows, context)
+        engine, active = self._engine, self._requests[:rows]
+        begun = self._now()
+        drafts = engine.drafting.draft(active, context=0)
+        drafted = self._now()
+        plan, output = engine.verify(drafts)
+        verified = self._now()
+        engine.accept(active, drafts, plan, output)
+        return drafted - begun, verified - drafted, self._now() - verified
+
+    def _prepare(self, rows: int, context: int) -> None:
+        engine = self._engine
+        while len(self._requests) < rows:
+            prompt = torch.arange(8) % engine.drafting.drafter.config.vocab_size
+            request = engine.add_request(prompt, max_new_tokens=2**30)
+            request.row = engine.packed.cache.rows.add_row()
+            engine.drafting.join(request)
+            self._requests.append(request)
+        engine.packed.cache.rows.lengths = [context] * len(self._requests)
+        engine.drafting.cache.lengths = [context - 2] * len(self._requests)
+        device = engine.packed.device
+        for request in self._requests:
+            request.truncate(len(request.prefix))
+            request.pending = [torch.zeros(2, self._features, device=device, dtype=engine.packed.target.dtype)]
+
+    def _now(self) -> float:
+        if self._engine.packed.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.packed.device)
+        return time.perf_counter()
+
+
+def _stored(path: Path, key: dict[str, Any]) -> CostProfile | None:
+    """The profile in a file, if it is one and was made for `key`."""
+    if not path.exists():
+        return None
+    try:
+        found = CostProfile.load(path)
+    except (ValueError, OSError) as error:
+        logger.warning(f"The stored cost profile is measured again: {error}")
+        return None
+    return found if found.key == key else None
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """A model's shape and name; weights do not change what a round costs."""
+    return hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+
+
+__all__ = ["measure", "profile", "profile_key"]

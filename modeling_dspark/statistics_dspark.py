@@ -1,0 +1,104 @@
+"""Counts of one `generate` call or one request, kept on the host."""
+
+from dataclasses import dataclass, field
+
+
+_LISTS = ("drafted", "verified", "accepted", "new_tokens", "parked")
+
+
+@dataclass
+class RunStatistics:
+    """Counts of the rounds of one request, or of all requests of a call; the prefill, which drafts nothing, is no round.
+
+    A round of a request is one target forward that it took part in; every list has one entry a round.
+
+    Attributes:
+        block_size (`int`): Draft slots of the drafter.
+        drafted (`list[int]`): Draft tokens made.
+        verified (`list[int]`): Draft tokens the target verified.
+        accepted (`list[int]`): Draft tokens kept.
+        new_tokens (`list[int]`): Tokens produced, bonus and replacement tokens included.
+        parked (`list[bool]`): Whether drafting stepped aside for this request.
+        confidence_logits (`list[list[float]]`): Raw logits of the confidence head, where they were asked for.
+        requests (`list[RunStatistics]`): The same per request, in the order of the batch.
+    """
+
+    block_size: int
+    drafted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    parked: list[bool] = field(default_factory=list)
+    confidence_logits: list[list[float]] = field(default_factory=list)
+    requests: list["RunStatistics"] = field(default_factory=list)
+
+    @classmethod
+    def pooled(cls, block_size: int, requests: list["RunStatistics"]) -> "RunStatistics":
+        """The rounds of several requests in one."""
+        run = cls(block_size, requests=list(requests))
+        for request in requests:
+            run.extend(request)
+        return run
+
+    @property
+    def rounds(self) -> int:
+        """Rounds after the prefill, summed over requests."""
+        return len(self.new_tokens)
+
+    @property
+    def parked_rounds(self) -> int:
+        """Rounds in which drafting stepped aside."""
+        return sum(self.parked)
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a round yields (tau): pooled over rounds, bonus tokens counted."""
+        return sum(self.new_tokens) / self.rounds if self.rounds else 0.0
+
+    @property
+    def verification_budget(self) -> float:
+        """Draft tokens verified in a round, on average."""
+        return sum(self.verified) / self.rounds if self.rounds else 0.0
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        """Draft tokens made at each slot."""
+        return self._reaching(self.drafted)
+
+    @property
+    def verified_by_position(self) -> list[int]:
+        """Draft tokens verified at each slot."""
+        return self._reaching(self.verified)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """Draft tokens kept at each slot."""
+        return self._reaching(self.accepted)
+
+    @property
+    def tried_by_position(self) -> list[int]:
+        """Rounds in which the slot was verified and all slots before it were kept."""
+        rounds = list(zip(self.verified, self.accepted, strict=True))
+        return [sum(v > slot and a >= slot for v, a in rounds) for slot in range(self.block_size)]
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Conditional acceptance at each slot (0 where it was never tried)."""
+        pairs = zip(self.accepted_by_position, self.tried_by_position, strict=True)
+        return [kept / tried if tried else 0.0 for kept, tried in pairs]
+
+    def add_round(self, *, drafted: int, verified: int, accepted: int, new_tokens: int, parked: bool = False) -> None:
+        """Count one round."""
+        for name, value in zip(_LISTS, (drafted, verified, accepted, new_tokens, parked), strict=True):
+            getattr(self, name).append(value)
+
+    def extend(self, other: "RunStatistics") -> None:
+        """Pool the rounds of another call into this one."""
+        for name in (*_LISTS, "confidence_logits"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def _reaching(self, counts: list[int]) -> list[int]:
+        return [sum(count > slot for count in counts) for slot in range(self.block_size)]
+
+
+__all__ = ["RunStatistics"]

@@ -1,0 +1,192 @@
+"""Fit a drafter's confidence head anew, on rounds of prompts that the drafter was not trained on.
+
+    python -m training.refit_confidence --drafter runs/my-drafter/drafter --prompts held_out.jsonl \\
+        --output runs/my-drafter/refitted
+
+A head that was trained along with its backbone has seen answers that the backbone knows better than new ones, and so
+promises too much. The head is linear, so given verified rounds the rest is a logistic regression: `[h_k; W1[prev]]`
+against whether slot `k` was accepted, over the slots whose predecessors were. Only `confidence_head` changes. Calibrate
+afterwards, on other prompts (`python -m training.calibrate`).
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+from modeling_dspark import DSparkModel
+from modeling_dspark.block_drafter_dspark import Round
+from modeling_dspark.engine_dspark import Engine
+from modeling_dspark.requests_dspark import Request
+from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.rounds import Prompt, make_engine, record
+
+
+@dataclass
+class RefitArguments(CalibrateArguments):
+    """Arguments of `python -m training.refit_confidence`; those of calibration, where they apply."""
+
+    output: str = field(
+        default="", metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."}
+    )
+    weight_decay: float = field(default=1e-4, metadata={"help": "L2 penalty on the change of the head's weights."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace a drafter that is in `output` already."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.output:
+            raise ValueError("`output` must name a folder for the refitted drafter.")
+        if Path(self.output).resolve() == Path(self.drafter).resolve():
+            raise ValueError(f"`output` (`{self.output}`) is the drafter's own folder; choose another one.")
+        if (Path(self.output) / "model.safetensors").exists() and not self.overwrite:
+            raise ValueError(f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder.")
+        if self.weight_decay < 0:
+            raise ValueError(f"`weight_decay` must be at least 0, got {self.weight_decay}.")
+
+
+class Recorder:
+    """Inputs of the confidence head and outcomes, of the slots whose predecessors were accepted.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter that is watched.
+        engine ([`Engine`]): Its engine, which verifies every block at full length.
+    """
+
+    def __init__(self, drafter: DSparkModel, engine: Engine):
+        self._drafter, self._accept = drafter, engine.accept
+        self.inputs: list[torch.Tensor] = []
+        self.outcomes: list[torch.Tensor] = []
+        engine.accept = self._watch  # type: ignore[method-assign]  # of this engine only
+
+    def _watch(self, active: list[Request], drafts: Round, *arguments: Any) -> list[Request]:
+        anchors = drafts.tokens[[request.row for request in drafts.drafting], 0]  # before rows move
+        finished = self._accept(active, drafts, *arguments)
+        if drafts.proposal is not None:
+            inputs = head_inputs(self._drafter, drafts.proposal.hidden_states, drafts.proposal.tokens, anchors)
+            for row, request in enumerate(drafts.drafting):
+                accepted, verified = request.statistics.accepted[-1], request.statistics.verified[-1]
+                if request.statistics.new_tokens[-1] <= accepted:
+                    verified = accepted  # the text ended at a kept draft: nothing is known of the slots behind it
+                reached = min(accepted + 1, verified)
+                self.inputs.append(inputs[row, :reached].half())
+                self.outcomes.append(torch.arange(reached) < accepted)
+        return finished
+
+
+def head_inputs(
+    drafter: DSparkModel, hidden: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """What the confidence head sees at each slot: `[R, K, D]`, `[R, K]`, `[R]` to `[R, K, D (+ r)]`."""
+    if not drafter.config.confidence_head_with_markov:
+        return hidden
+    previous = torch.cat([anchors[:, None].to(tokens.device), tokens[:, :-1]], dim=1)
+    embedded = drafter.markov_head.embed(previous)  # type: ignore[union-attr]  # the config demands one
+    return torch.cat([hidden, embedded.to(hidden.dtype)], dim=-1)
+
+
+def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weight_decay: float) -> nn.Linear:
+    """Logistic regression from the head's present weights on; returns a new layer in fp32.
+
+    Args:
+        head (`nn.Linear`): The layer as trained, `[1, F]`.
+        inputs (`torch.Tensor` of shape `(n, F)`): What it saw.
+        outcomes (`torch.BoolTensor` of shape `(n,)`): Whether the slot was accepted.
+        weight_decay (`float`): L2 penalty on the change of standardised weights.
+    """
+    mean, scale = inputs.mean(dim=0), inputs.std(dim=0).clamp(min=1e-6)
+    start = head.weight.detach().float()[0]
+    change = torch.zeros_like(start, requires_grad=True)  # in units of standardised inputs
+    shift = torch.zeros((), requires_grad=True)
+    standardised = (inputs - mean) / scale
+    before = inputs @ start + head.bias.detach().float()
+    optimizer = torch.optim.LBFGS([change, shift], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        logits = before + standardised @ change + shift
+        value = nn.functional.binary_cross_entropy_with_logits(logits, outcomes.float())
+        value = value + weight_decay * change.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]  # a closure that returns a tensor
+    fitted = nn.Linear(head.in_features, 1)
+    with torch.no_grad():
+        fitted.weight.copy_((start + change / scale)[None])
+        fitted.bias.copy_(head.bias.detach().float() + shift - (change / scale) @ mean)
+    return fitted
+
+
+def refit(arguments: RefitArguments) -> dict[str, float]:
+    """Run the command; returns the loss of the head before and after, in nats a slot, on a held-out part."""
+    drafter = load_drafter(arguments)
+    target, tokenizer = load_fitting_target(arguments, drafter)
+    longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    inputs, outcomes = _recorded(arguments, drafter, target, plan_prompts(arguments, tokenizer, longest))
+    num_fit = round(len(inputs) * (1 - arguments.holdout))
+    head: nn.Linear = drafter.confidence_head.proj  # type: ignore[union-attr]  # checked when it was loaded
+    fitted = fit_head(head, inputs[:num_fit], outcomes[:num_fit], arguments.weight_decay)
+    report = {
+        "num_slots_fit": num_fit,
+        "num_slots_held_out": len(inputs) - num_fit,
+        "loss_before": _loss(head, inputs[num_fit:], outcomes[num_fit:]),
+        "loss_after": _loss(fitted, inputs[num_fit:], outcomes[num_fit:]),
+    }
+    tqdm.write(json.dumps(report))
+    if report["loss_after"] >= report["loss_before"]:
+        raise ValueError(
+            f"The refitted head is no better on the held-out slots ({report}); nothing is written. Pass more `prompts`."
+        )
+    _save(arguments, fitted, report)
+    return report
+
+
+def _recorded(
+    arguments: RefitArguments, drafter: DSparkModel, target: Any, prompts: Sequence[Prompt]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    engine = make_engine(drafter, target, arguments.temperature)
+    recorder = Recorder(drafter, engine)
+    sizes = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.batch_size}
+    with tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
+        for _ in record(engine, prompts, device=target.device, **sizes):
+            bar.update()
+    return torch.cat(recorder.inputs).float().cpu(), torch.cat(recorder.outcomes)
+
+
+@torch.no_grad()
+def _loss(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor) -> float:
+    logits = nn.functional.linear(inputs, head.weight.float().cpu(), head.bias.float().cpu()).squeeze(-1)
+    return float(nn.functional.binary_cross_entropy_with_logits(logits, outcomes.float()))
+
+
+def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]) -> None:
+    """The drafter's folder again, with the new head, without temperatures (they belonged to the old one)."""
+    source, output = Path(arguments.drafter), Path(arguments.output)
+    weights = load_file(source / "model.safetensors")
+    for name, parameter in fitted.named_parameters():
+        key = f"confidence_head.proj.{name}"
+        weights[key] = parameter.detach().to(weights[key].dtype)
+    output.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in ("model.safetensors", "config.json"):
+            shutil.copyfile(path, output / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("confidence_temperatures", None)
+    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (output / "refit_confidence.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        refit(HfArgumentParser(RefitArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
