@@ -169,7 +169,9 @@ def check_policies(policies: Sequence[str], block_size: int) -> None:
         if policy not in offered or list(policies).count(policy) > 1:
             raise ValueError(f"`--policies` takes each of {', '.join(offered)} at most once, got {policy!r}.")
     if PLAIN not in policies:
-        raise ValueError(f"`--policies` must hold {PLAIN!r}, which the others are compared with, got {list(policies)}.")
+        raise ValueError(
+            f"`--policies` must hold {PLAIN!r}, which the others are compared with, got {list(policies)}."
+        )
 
 
 def needs_costs(policies: Sequence[str]) -> bool:

@@ -94,9 +94,10 @@ class DSparkAttention(nn.Module):
         keys = rotate(keys, cos, sin)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention_for(self.config._attn_implementation, attention_mask), eager_attention_forward
-        )
+        implementation = attention_for(self.config._attn_implementation, attention_mask)
+        if cache is not None and implementation == "sdpa":
+            return self.o_proj(self._attend_folded(queries, keys, values, attention_mask).flatten(2))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, _ = attend(
             self,
             queries.transpose(1, 2),
@@ -108,6 +109,18 @@ class DSparkAttention(nn.Module):
             is_causal=False,
         )
         return self.o_proj(output.reshape(rows, num_queries, -1))
+
+    def _attend_folded(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """SDPA of a decoded block: all its queries may read the same positions, so no key is repeated."""
+        folded = fold_heads(queries, keys.shape[2])
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :1].expand(-1, -1, folded.shape[2], -1)
+        output = nn.functional.scaled_dot_product_attention(
+            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=attention_mask, scale=self.scaling
+        )
+        return unfold_heads(output, self.num_key_value_groups)
 
     def extend_context(
         self,
@@ -121,6 +134,17 @@ class DSparkAttention(nn.Module):
         keys = self.k_norm(self.k_proj(context).unflatten(-1, (-1, self.head_dim)))
         values = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
         cache.extend(rotate(keys, *position_embeddings)[0], values[0], self.layer_idx, row=row)
+
+
+def fold_heads(queries: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`[R, Q, G * H, d]` to `[R, H, G * Q, d]`: the queries of all heads that share a key/value head, in one matrix."""
+    split = queries.unflatten(2, (num_heads, -1))  # [R, Q, H, G, d]
+    return split.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold_heads(output: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[R, H, G * Q, d]` to `[R, Q, G * H, d]`."""
+    return output.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
@@ -182,4 +206,6 @@ __all__ = [
     "DSparkRotaryEmbedding",
     "attention_bias",
     "attention_for",
+    "fold_heads",
+    "unfold_heads",
 ]

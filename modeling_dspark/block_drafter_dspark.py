@@ -199,7 +199,9 @@ class BlockDrafter:
 
         def process(drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             pairs = zip(texts, drafts, strict=True)
-            return self.processors(logits, lambda: [torch.cat([text, row.to(text.device)]) for text, row in pairs], rows)
+            return self.processors(
+                logits, lambda: [torch.cat([text, row.to(text.device)]) for text, row in pairs], rows
+            )
 
         return process
 

@@ -209,4 +209,12 @@ def cache_keyword() -> str:
     return "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-__all__ = ["DSparkCache", "RaggedCache", "WritePlan", "cache_keyword", "fresh_target_cache", "loop_takes_embeddings", "target_cache"]
+__all__ = [
+    "DSparkCache",
+    "RaggedCache",
+    "WritePlan",
+    "cache_keyword",
+    "fresh_target_cache",
+    "loop_takes_embeddings",
+    "target_cache",
+]

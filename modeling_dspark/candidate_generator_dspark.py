@@ -135,7 +135,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         processors = self._logits_processor
         if processors is None:
             return None
-        return lambda drafts, logits: processors(torch.cat([input_ids, drafts.to(input_ids.device)], dim=1), logits)
+        return lambda drafts, logits: processors(_joined(input_ids, drafts), logits)
 
     def _new_features(self, model_kwargs: dict[str, Any], outputs: Any, num_new: int) -> torch.Tensor:
         """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
@@ -181,6 +181,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if bool(torch.as_tensor(stops).any()):
                 return True
         return False
+
+
+def _joined(input_ids: torch.Tensor, drafts: torch.Tensor) -> Any:
+    return torch.cat([input_ids, drafts.to(input_ids.device)], dim=1)
 
 
 class AssistedRun:

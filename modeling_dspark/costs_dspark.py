@@ -34,9 +34,9 @@ class Curve:
     def __post_init__(self) -> None:
         rising = all(one < other for one, other in zip(self.counts, self.counts[1:], strict=False))
         falling = any(one > other for one, other in zip(self.seconds, self.seconds[1:], strict=False))
-        if not self.counts or len(self.counts) != len(self.seconds) or not rising or falling:
+        if not 0 < len(self.counts) == len(self.seconds) or not rising or falling:
             raise ValueError(f"A cost curve needs rising counts and seconds, got {self.counts} and {self.seconds}.")
-        if not all(isinstance(s, (int, float)) and 0 < s < float("inf") for s in self.seconds):
+        if not all(0 < float(value) < float("inf") for value in self.seconds):
             raise ValueError(f"The seconds of a cost curve must be positive numbers, got {self.seconds}.")
 
     @classmethod
@@ -83,7 +83,9 @@ class CostProfile:
     accept_sampled: Curve
     key: dict[str, Any] = field(default_factory=dict)
 
-    def round_seconds(self, num_tokens: int, *, num_drafting: int, context: int = 0, do_sample: bool = False) -> float:
+    def round_seconds(
+        self, num_tokens: float, *, num_drafting: int, context: int = 0, do_sample: bool = False
+    ) -> float:
         """Cost of one round.
 
         Args:
@@ -117,8 +119,8 @@ class CostProfile:
                 return cls._from_sglang(fields)
             if fields.pop("format") != _FORMAT or fields.pop("version") != _VERSION:
                 raise ValueError("another format or version")
-            curves = {name: Curve(**fields.pop(name)) for name in _CURVES}
-            profile = cls(**curves, **fields)
+            values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
+            profile = cls(**values)
             if not 0 <= profile.seconds_per_context < float("inf"):
                 raise ValueError(f"`seconds_per_context` is {profile.seconds_per_context}")
             return profile

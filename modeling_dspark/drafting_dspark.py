@@ -127,12 +127,14 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens].contiguous()
     base_logits = binding.draft_logits(hidden)
     previous, state = anchor_tokens.to(hidden.device), None
-    tokens, logits, confidences = [], [], []
+    tokens: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    confidences: list[torch.Tensor] = []
     for slot in range(hidden.shape[1]):
         step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
         state = step.state
         if logits_processor is None and not do_sample:
-            previous = drafter.to_target_ids(step.logits.argmax(dim=-1))
+            previous = drafter.to_target_ids(argmax(step.logits))
         else:
             processed = _processed(drafter, step.logits, tokens, logits_processor)
             previous = _pick(processed, do_sample, generator)
@@ -164,9 +166,14 @@ def _processed(
     return torch.where(empty, certain, processed)
 
 
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the first of the highest logits; on a CPU `max` is several times faster than `argmax`."""
+    return logits.max(dim=-1).indices
+
+
 def _pick(logits: torch.Tensor, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
     if not do_sample:
-        return logits.argmax(dim=-1)
+        return argmax(logits)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 

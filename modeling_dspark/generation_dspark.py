@@ -6,7 +6,6 @@ decoded, and is refused, with the reason, where there are several.
 Shapes: `R` rows of the batch, `T` prompt length with padding, `V` vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,7 +75,9 @@ def check_inputs(
             "which a loop that accepts several tokens a forward does not do. Leave out `assistant_model`."
         )
     if input_ids.shape[1] == 0 and embeddings is None:
-        raise ValueError(f"The prompt is empty: `input_ids` has shape {list(input_ids.shape)}. Pass at least one token.")
+        raise ValueError(
+            f"The prompt is empty: `input_ids` has shape {list(input_ids.shape)}. Pass at least one token."
+        )
     if embeddings is not None and not loop_takes_embeddings():
         raise ValueError(
             f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text whatever "
@@ -127,7 +128,7 @@ def why_not_packed(
     return why_not_packable(target)
 
 
-def decode(
+def decode(  # noqa: D417 - three arguments share a line
     drafter: Any,
     target: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -208,7 +209,9 @@ def _without_padding(
     prompts = []
     for index, (row, mask) in enumerate(zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)):
         if not bool(mask.any()):
-            raise ValueError(f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out.")
+            raise ValueError(
+                f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out."
+            )
         prompts.append((row[mask], torch.cat([row[~mask], row[mask]])))
     return prompts
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput, logging
 
-from .backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
+from .backbone_dspark import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
 from .cache_dspark import DSparkCache, fresh_target_cache
 from .candidate_generator_dspark import AssistedRun
 from .checkpoints_dspark import load_checkpoint
@@ -170,7 +170,8 @@ class DSparkModel(DSparkPreTrainedModel):
         positions = torch.arange(start, start + count, device=self.device)[None]
         position_embeddings = self.rotary_emb(context, positions)
         for layer in self.layers:
-            layer.self_attn.extend_context(context, position_embeddings, cache=cache, row=row)
+            attention: DSparkAttention = layer.self_attn  # type: ignore[assignment]  # of a decoder layer
+            attention.extend_context(context, position_embeddings, cache=cache, row=row)
         cache.lengths[row] += count
 
     def head_step(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .cache_dspark import cache_keyword
 from .packing_dspark import NotPackableError, PackedCache, PackedPlan, attention_configs, packed_forward
-from .target_dspark import hidden_states_argument, tapped_features
+from .target_dspark import hidden_states_argument, input_device, tapped_features
 
 
 _PROBE_ROWS = ([5, 7, 11, 13, 17], [19, 5, 3])  # token ids, taken modulo the vocabulary
@@ -40,7 +40,7 @@ class PackedTarget:
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int], *, max_length: int | None = None):
         self.target, self.target_layer_ids = target, target_layer_ids
         self.cache = PackedCache(max_length)
-        self.device = target.get_input_embeddings().weight.device
+        self.device = input_device(target)
         self._configs = attention_configs(target)
         self._keeps = "logits_to_keep" in inspect.signature(target.forward).parameters
 
@@ -73,7 +73,7 @@ class PackedTarget:
             arguments["output_hidden_states"] = hidden_states_argument(self.target_layer_ids)
         if keep is not None and self._keeps:
             arguments["logits_to_keep"] = keep
-        with packed_forward(self.target, self._configs, plan):
+        with packed_forward(self._configs, plan):
             output = self.target(input_ids=tokens[None], position_ids=plan.positions[None], **arguments)
         logits = output.logits[0]
         if keep is not None and not self._keeps:
@@ -117,8 +117,10 @@ def _from_probe(target: PreTrainedModel) -> str | None:
         with _evaluating(target):
             logits, windows = _probe_logits(packed, texts, counts)
             plain = [target(input_ids=text[None].to(packed.device), use_cache=False).logits[0] for text in texts]
-    except Exception as error:  # noqa: BLE001 - whatever a target of an unknown kind raises is the reason
-        return str(error) if isinstance(error, NotPackableError) else f"a packed forward failed with {error!r}"
+    except NotPackableError as refusal:
+        return str(refusal)
+    except Exception as failure:  # whatever a target of an unknown kind raises is the reason
+        return f"a packed forward failed with {failure!r}"
     if reason := _missing_windows(target, windows):
         return reason
     for ours, theirs in zip(logits, plain, strict=True):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from .backbone_dspark import fold_heads, unfold_heads
 from .cache_dspark import RaggedCache
 
 
@@ -193,12 +194,11 @@ def packed_attention(
 
 
 @contextmanager
-def packed_forward(target: PreTrainedModel, configs: list[Any], plan: PackedPlan) -> Iterator[None]:
-    """Let `target` attend by `plan`; its attention implementation is put back on every way out.
+def packed_forward(configs: list[Any], plan: PackedPlan) -> Iterator[None]:
+    """Let a target attend by `plan`; its attention implementation is put back on every way out.
 
     Args:
-        target ([`~transformers.PreTrainedModel`]): The target.
-        configs (`list`): Its `attention_configs`.
+        configs (`list`): The target's `attention_configs`.
         plan ([`PackedPlan`]): Rows and positions of the forward.
     """
     if _NAME not in AttentionInterface._global_mapping:
@@ -238,9 +238,9 @@ def _attend_padded(
     plan: PackedPlan, queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: _Options
 ) -> torch.Tensor:
     """All rows in one call, short rows padded to the longest of this forward."""
-    folded, groups = _fold(plan.unpack(queries), key.shape[2])
+    folded, groups = fold_heads(plan.unpack(queries), key.shape[2]), queries.shape[1] // key.shape[2]
     mask = plan.mask(folded, window=options.window, groups=groups)
-    return plan.pack(_unfold(_attend(folded, key, value, mask, options), groups))
+    return plan.pack(unfold_heads(_attend(folded, key, value, mask, options), groups))
 
 
 def _attend_row(
@@ -260,11 +260,11 @@ def _attend_row(
             enable_gqa=queries.shape[1] != key.shape[2],
         )
         return output[0].transpose(0, 1)
-    folded, groups = _fold(queries.unsqueeze(0), key.shape[2])
+    folded, groups = fold_heads(queries.unsqueeze(0), key.shape[2]), queries.shape[1] // key.shape[2]
     first = torch.full((1, 1, 1), start, device=queries.device)
     bias = _causal_bias(first, count, stop, window=options.window, query=queries)
     mask = bias[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    return _unfold(_attend(folded, key, value, mask, options), groups)[0]
+    return unfold_heads(_attend(folded, key, value, mask, options), groups)[0]
 
 
 def _attend(
@@ -287,18 +287,6 @@ def _attend(
         scores = torch.cat([scores, sinks[None, :, :, None].expand(scores.shape[0], -1, -1, -1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return torch.matmul(weights, value)
-
-
-def _fold(queries: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, int]:
-    """`[R, Q, G * H, d]` to `[R, H, G * Q, d]`, and `G`."""
-    groups = queries.shape[2] // num_heads
-    split = queries.unflatten(2, (num_heads, groups))  # [R, Q, H, G, d]
-    return split.permute(0, 2, 3, 1, 4).flatten(2, 3), groups
-
-
-def _unfold(output: torch.Tensor, groups: int) -> torch.Tensor:
-    """`[R, H, G * Q, d]` to `[R, Q, G * H, d]`."""
-    return output.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _causal_bias(

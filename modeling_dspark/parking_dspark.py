@@ -80,9 +80,7 @@ class Parking:
             if rate > best:
                 best, admitted = rate, count
         paying = set(order[:admitted])
-        return [
-            index for index, estimate in enumerate(estimates) if self._may_draft(estimate, paying=index in paying)
-        ]
+        return [index for index, estimate in enumerate(estimates) if self._may_draft(estimate, paying=index in paying)]
 
     def record(self, estimate: RequestEstimate, *, accepted: int, verified: int) -> None:
         """Count what a drafting round brought."""

@@ -101,7 +101,9 @@ class RowProcessors:
             processed.append(of_rows(batch, logits if len(groups) == 1 else logits[positions]))
         if len(groups) == 1:
             return processed[0]
-        order = torch.tensor([position for positions in groups.values() for position in positions], device=logits.device)
+        order = torch.tensor(
+            [position for positions in groups.values() for position in positions], device=logits.device
+        )
         return torch.cat(processed)[order.argsort()]
 
     def _for_rows(self, processor: Any, rows: list[int]) -> Any:
@@ -213,8 +215,6 @@ def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, int]]) -> list[
 def _is_known(processor: Any, names: set[str]) -> bool:
     """Whether a processor is one of Transformers' own of these names; a subclass may do something else."""
     return type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in names
-
-
 
 
 __all__ = ["RowProcessors", "StopConditions"]

@@ -5,14 +5,13 @@ other programs only ever add time; the curves are then made to rise (`Curve.smoo
 """
 
 import hashlib
-import itertools
 import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +23,7 @@ from .costs_dspark import CostProfile, Curve
 from .engine_dspark import Engine
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, Schedule
+from .target_dspark import input_device
 
 
 logger = logging.get_logger(__name__)
@@ -32,10 +32,23 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _SAMPLED_ROWS = (1, 8, 32)
 _CONTEXT, _LONG_CONTEXT = 128, 1024  # tokens a row
 _LONG_CONTEXT_ROWS = 8
-_SECONDS = 12.0  # after the first two repeats, no more are begun
+_SECONDS = 12.0  # after the fewest repeats, none is begun that would take longer
 _REPEATS = 5
 _FEWEST_REPEATS = 2
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
+
+
+class _Task(NamedTuple):
+    """One point of the grid."""
+
+    kind: str
+    rows: int
+    length: int
+    context: int = _CONTEXT
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * (1 + self.length)
 
 
 def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
@@ -71,7 +84,7 @@ def costs_folder() -> Path:
 
 def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
     """What a measurement holds for."""
-    device = target.get_input_embeddings().weight.device
+    device = input_device(target)
     accelerator = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if accelerator else f"{device.type}, {os.cpu_count()} cores",
@@ -92,51 +105,67 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
     Raises:
         ValueError: if the target cannot be packed, or does not fit the drafter.
     """
-    block_size = drafter.config.block_size
-    lengths = sorted({0, 1, 2, block_size})
-    greedy = _Bench(drafter, target, do_sample=False)
-    sampled = _Bench(drafter, target, do_sample=True)
-    tasks = [(greedy, rows, length, _CONTEXT) for rows, length in itertools.product(_ROWS, lengths)]
-    tasks += [(sampled, rows, length, _CONTEXT) for rows, length in itertools.product(_SAMPLED_ROWS, (1, block_size))]
-    tasks += [(greedy, _LONG_CONTEXT_ROWS, 0, _LONG_CONTEXT)]
-    fastest: dict[Any, tuple[float, ...]] = {}
+    benches = {
+        "greedy": _Bench(drafter, target, do_sample=False),
+        "sampled": _Bench(drafter, target, do_sample=True),
+        "long": _Bench(drafter, target, do_sample=False),
+    }
+    tasks = _tasks(drafter.config.block_size)
+    fastest: dict[_Task, tuple[float, ...]] = {}
+    most_rows = max(_ROWS)
     with logging.tqdm(total=len(tasks) * _REPEATS, desc="Measuring what a round costs here (once)") as bar:
-        for repeat in _repeats():
-            for bench, rows, length, context in tasks:
+        for repeat, task in _repeats(tasks):
+            bar.update()
+            if task.rows > most_rows:
+                continue
+            try:
                 if repeat == 0:
-                    bench.run(rows, length, context)  # the first run of a shape prepares its kernels
-                seconds = bench.run(rows, length, context)
-                point = (bench is sampled, rows, length, context)
-                fastest[point] = tuple(map(min, zip(seconds, fastest.get(point, seconds), strict=True)))
-                bar.update()
-    return _fitted(fastest, profile_key(drafter, target))
+                    benches[task.kind].run(task)  # the first run of a shape prepares its kernels
+                seconds = benches[task.kind].run(task)
+            except torch.OutOfMemoryError:
+                most_rows = task.rows - 1
+                continue
+            fastest[task] = tuple(map(min, zip(seconds, fastest.get(task, seconds), strict=True)))
+        bar.update(bar.total - bar.n)
+    if most_rows < 1:
+        raise ValueError("There is not enough memory for a round of one request, so costs cannot be measured.")
+    return _fitted(
+        {task: seconds for task, seconds in fastest.items() if task.rows <= most_rows}, profile_key(drafter, target)
+    )
 
 
-def _repeats() -> Iterator[int]:
+def _tasks(block_size: int) -> list[_Task]:
+    """The grid: rows by drafts verified, a few of them with sampling, and one long context to tell its cost."""
+    lengths = {rows: {0, 1, block_size} for rows in _ROWS} | {1: {0, 1, 2, 3, block_size}, 8: {0, 1, 2, block_size}}
+    tasks = [_Task("greedy", rows, min(length, block_size)) for rows in _ROWS for length in sorted(lengths[rows])]
+    tasks += [_Task("sampled", rows, length) for rows in _SAMPLED_ROWS for length in (1, block_size)]
+    tasks += [_Task("long", rows, 0, _LONG_CONTEXT) for rows in (1, _LONG_CONTEXT_ROWS)]
+    return list(dict.fromkeys(tasks))
+
+
+def _repeats(tasks: list[_Task]) -> Iterator[tuple[int, _Task]]:
     begun = time.perf_counter()
     for repeat in range(_REPEATS):
         if repeat >= _FEWEST_REPEATS and (time.perf_counter() - begun) * (repeat + 1) / repeat > _SECONDS:
             return
-        yield repeat
+        yield from ((repeat, task) for task in tasks)
 
 
-def _fitted(fastest: dict[Any, tuple[float, ...]], key: dict[str, Any]) -> CostProfile:
-    """Curves from the fastest `(draft, verify, accept)` seconds of each `(sampled, rows, length, context)`."""
-    short = fastest[False, _LONG_CONTEXT_ROWS, 0, _CONTEXT][1]
-    long = fastest[False, _LONG_CONTEXT_ROWS, 0, _LONG_CONTEXT][1]
-    per_context = max(long - short, 0.0) / (_LONG_CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT))
-    verify: dict[int, list[float]] = defaultdict(list)
-    draft: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
-    accept: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
-    for (is_sampled, rows, length, context), (drafting, verifying, accepting) in fastest.items():
-        draft[is_sampled][rows].append(drafting)
-        accept[is_sampled][rows * (1 + length)].append(accepting)
-        if context == _CONTEXT and not is_sampled:
-            verify[rows * (1 + length)].append(max(verifying - per_context * rows * context, 0.1 * verifying))
-    return CostProfile(
-        _curve(verify), per_context, _curve(draft[False]), _curve(draft[True]), _curve(accept[False]),
-        _curve(accept[True]), key,
-    )  # fmt: skip
+def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> CostProfile:
+    """Curves from the fastest seconds of drafting, verifying and the rest of each task."""
+    rows = max(task.rows for task in fastest if task.kind == "long")
+    short, long = fastest[_Task("greedy", rows, 0)][1], fastest[_Task("long", rows, 0, _LONG_CONTEXT)][1]
+    per_context = max(long - short, 0.0) / (rows * (_LONG_CONTEXT - _CONTEXT))
+    points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for task, (drafting, verifying, accepting) in fastest.items():
+        suffix = "_sampled" if task.kind == "sampled" else ""
+        points[f"draft{suffix}"][task.rows].append(drafting)
+        points[f"accept{suffix}"][task.num_tokens].append(accepting)
+        if task.kind == "greedy":
+            without_context = verifying - per_context * task.rows * task.context
+            points["verify"][task.num_tokens].append(max(without_context, 0.1 * verifying))
+    curves = {name: _curve(points[name]) for name in points}
+    return CostProfile(seconds_per_context=per_context, key=key, **curves)
 
 
 def _curve(points: dict[int, list[float]]) -> Curve:
@@ -165,11 +194,11 @@ class _Bench:
         self._features = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
         self._requests: list[Request] = []
 
-    def run(self, rows: int, length: int, context: int) -> tuple[float, float, float]:
+    def run(self, task: _Task) -> tuple[float, float, float]:
         """Seconds of drafting, of the target's forward, and of the rest of one round."""
-        self._schedule.length = length
-        self._prepare(rows, context)
-        engine, active = self._engine, self._requests[:rows]
+        self._schedule.length = task.length
+        self._prepare(task.rows, task.context)
+        engine, active = self._engine, self._requests[: task.rows]
         begun = self._now()
         drafts = engine.drafting.draft(active, context=0)
         drafted = self._now()

@@ -46,6 +46,12 @@ def tapped_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Seq
     return torch.cat([states.to(tapped[0].device) for states in tapped], dim=-1)
 
 
+def input_device(target: PreTrainedModel) -> torch.device:
+    """Where the target takes its token ids (with a `device_map`, the device of its embedding)."""
+    weight: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]  # of an embedding
+    return weight.device
+
+
 def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
     """Refuse a target that the drafter was not made for.
 
@@ -157,4 +163,11 @@ def _head_rows(
     return weight.detach()[ids], bias
 
 
-__all__ = ["TargetBinding", "check_target", "hidden_state_indices", "hidden_states_argument", "tapped_features"]
+__all__ = [
+    "TargetBinding",
+    "check_target",
+    "hidden_state_indices",
+    "hidden_states_argument",
+    "input_device",
+    "tapped_features",
+]

@@ -47,7 +47,9 @@ class RefitArguments(CalibrateArguments):
         if Path(self.output).resolve() == Path(self.drafter).resolve():
             raise ValueError(f"`output` (`{self.output}`) is the drafter's own folder; choose another one.")
         if (Path(self.output) / "model.safetensors").exists() and not self.overwrite:
-            raise ValueError(f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder.")
+            raise ValueError(
+                f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder."
+            )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, got {self.weight_decay}.")
 
@@ -64,7 +66,7 @@ class Recorder:
         self._drafter, self._accept = drafter, engine.accept
         self.inputs: list[torch.Tensor] = []
         self.outcomes: list[torch.Tensor] = []
-        engine.accept = self._watch  # type: ignore[method-assign]  # of this engine only
+        engine.accept = self._watch  # type: ignore[method-assign,assignment]  # of this engine only
 
     def _watch(self, active: list[Request], drafts: Round, *arguments: Any) -> list[Request]:
         anchors = drafts.tokens[[request.row for request in drafts.drafting], 0]  # before rows move
@@ -117,7 +119,7 @@ def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weig
         value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]  # a closure that returns a tensor
+    optimizer.step(loss)
     fitted = nn.Linear(head.in_features, 1)
     with torch.no_grad():
         fitted.weight.copy_((start + change / scale)[None])

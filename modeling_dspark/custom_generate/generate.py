@@ -1,6 +1,6 @@
 """Decoding with the drafter of this repository, for any batch size: the loop behind `assistant_model`, by another door.
 
-    target.generate(**inputs, custom_generate="org/repo", assistant_model=drafter, trust_remote_code=True)
+target.generate(**inputs, custom_generate="org/repo", assistant_model=drafter, trust_remote_code=True)
 """
 
 from typing import Any
