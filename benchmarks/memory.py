@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch
 from benchmarks.environment import REPOSITORY, environment
 from benchmarks.pair import (
     HelpFormatter,
-    Pair,
     add_pair_options,
     describe_drafter,
     drafting_arguments,
@@ -80,10 +78,14 @@ def resident(name: str = "VmRSS") -> float:
     return int(found[0]) / 1024
 
 
-def settle(pair: Pair) -> None:
-    """Make what is resident comparable: weights are read once, freed memory goes back, the peak starts from here."""
-    for model in (pair.target, pair.drafter):
-        for weight in model.parameters() if model is not None else ():
+def settle(models: Sequence[Any]) -> None:
+    """Make what is resident comparable: weights are read once, freed memory goes back, the peak starts from here.
+
+    Raises:
+        ValueError: where the system does not let a process reset its peak.
+    """
+    for model in models:
+        for weight in model.parameters():
             weight.sum()  # weights that are mapped from a file are resident only once they were read
     gc.collect()
     libc = ctypes.CDLL(None)
@@ -97,13 +99,13 @@ def settle(pair: Pair) -> None:
         ) from error
 
 
-def generate(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, arguments: dict[str, Any]) -> int:
+def generate(target: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, arguments: dict[str, Any]) -> int:
     """Greedy `generate` over a batch, padded on the left; returns the length of its texts."""
     width = max(map(len, prompts))
-    pad = pair.target.generation_config.pad_token_id or 0
+    pad = target.generation_config.pad_token_id or 0
     input_ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = pair.target.generate(
+    output = target.generate(
         input_ids=input_ids,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
@@ -113,25 +115,30 @@ def generate(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: in
     return output.shape[1] - width
 
 
-def measure(pair: Pair, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Decode in this process and report its memory.
+def measure(
+    target: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Decode in this process and report its memory; `arguments` are those of `generate`, with the drafter if there is one.
 
     Raises:
         ValueError: if the texts do not have the length that was asked for.
     """
-    pair.target.generation_config.eos_token_id = None
-    arguments = {} if pair.drafter is None else {"assistant_model": pair.drafter, **drafting_arguments(options)}
-    generate(pair, prompts[:1], max_new_tokens=16, arguments=arguments)
-    settle(pair)
+    models = {"target": target, "drafter": arguments.get("assistant_model")}
+    models = {name: model for name, model in models.items() if model is not None}
+    target.generation_config.eos_token_id = None
+    generate(target, prompts[:1], max_new_tokens=16, arguments=arguments)
+    settle(list(models.values()))
     before = resident()
-    length = generate(pair, prompts, max_new_tokens=options.max_new_tokens, arguments=arguments)
-    if length != options.max_new_tokens:
-        raise ValueError(
-            f"`max_new_tokens={options.max_new_tokens}` gave texts of {length}: `--target` ends by itself."
-        )
+    length = generate(target, prompts, max_new_tokens=max_new_tokens, arguments=arguments)
+    if length != max_new_tokens:
+        raise ValueError(f"`max_new_tokens={max_new_tokens}` gave texts of {length}: `--target` ends by itself.")
     peak = resident("VmHWM")
-    report = {"resident_after_loading": before, "peak": peak, "decoding": peak - before}
-    return {name: round(value, 1) for name, value in report.items()}
+    return {
+        "resident_after_loading": round(before, 1),
+        "peak": round(peak, 1),
+        "decoding": round(peak - before, 1),
+        "weights": {name: round(model.get_memory_footprint() / _MIB, 1) for name, model in models.items()},
+    }
 
 
 def run_only(options: argparse.Namespace) -> None:
@@ -140,17 +147,12 @@ def run_only(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     (size,) = options.batch_sizes
     pair = load_pair(options.target, options.drafter, options.dtype)
-    if options.only == PLAIN:
-        pair = replace(pair, drafter=None)
     records = [record for records in load_prompts(options.prompts).values() for record in records]
     prompts = [pair.prompt_ids(records[row % len(records)]) for row in range(size)]
-    print(json.dumps(measure(pair, prompts, options) | {"weights": weights(pair)}))
-
-
-def weights(pair: Pair) -> dict[str, float | None]:
-    """MiB of each model's parameters and buffers."""
-    models = {"target": pair.target, "drafter": pair.drafter}
-    return {name: None if m is None else round(m.get_memory_footprint() / _MIB, 1) for name, m in models.items()}
+    target = pair.target
+    arguments = {"assistant_model": pair.drafter, **drafting_arguments(options)} if options.only == PACKED else {}
+    del pair  # and the drafter with it, where it is not used
+    print(json.dumps(measure(target, prompts, max_new_tokens=options.max_new_tokens, arguments=arguments)))
 
 
 def in_fresh_process(argv: Sequence[str], method: str, size: int) -> dict[str, Any]:

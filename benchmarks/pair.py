@@ -78,7 +78,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         "what Transformers fills in by itself and counts as not set",
     )
     group.add_argument(
-        "--schedule", choices=("fixed", "confidence"), help="verify the cap always, or as far as the threshold lets"
+        "--schedule", choices=SCHEDULES, help="how many drafts to verify (see docs/scheduling.md)"
     )
 
 

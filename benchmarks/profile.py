@@ -38,10 +38,13 @@ def tables(profile: Any, block_size: int) -> str:
     """Costs by verified tokens and by drafting rows, greedy, with an empty context."""
     rounds = []
     for count in profile.verify.counts:
-        rows = max(count // (block_size + 1), 1)
-        plain, drafting = (profile.round_seconds(count, num_drafting=number) for number in (0, rows))
-        seconds = (profile.verify(count), profile.accept(count), plain, drafting)
-        rounds.append([count, *(f"{1000 * value:.2f}" for value in seconds), f"{1 / drafting:.2f}"])
+        rows = count // (block_size + 1)
+        seconds = (profile.verify(count), profile.accept(count), profile.round_seconds(count, num_drafting=0))
+        row = [count, *(f"{1000 * value:.2f}" for value in seconds), "-", "-"]
+        if rows:
+            drafting = profile.round_seconds(count, num_drafting=rows)
+            row[-2:] = [f"{1000 * drafting:.2f}", f"{1 / drafting:.2f}"]
+        rounds.append(row)
     header = ["verified tokens B", "forward ms", "rest ms", "plain step ms", "whole blocks ms", "rounds/s"]
     drafts = [
         [count, f"{1000 * greedy:.2f}", f"{1000 * profile.draft_sampled(count):.2f}"]
@@ -60,9 +63,10 @@ def plot_profile(profile: Any, path: str | Path, *, block_size: int, title: str)
     parts, rates = figure.subplots(1, 2)
     counts = profile.verify.counts
     plain = [profile.round_seconds(count, num_drafting=0) for count in counts]
-    drafting = profile.to_sglang(block_size)
+    whole = [count for count in counts if count > block_size]  # with fewer tokens there is no whole block
+    drafting = [profile.round_seconds(count, num_drafting=count // (block_size + 1)) for count in whole]
     lines = (
-        ("plain step, verification of B tokens", counts, plain, "black"),
+        ("plain step, or verification, of B tokens", counts, plain, "black"),
         ("target forward of B tokens", counts, profile.verify.seconds, "tab:blue"),
         ("drafting for n rows", profile.draft.counts, profile.draft.seconds, "tab:orange"),
         ("rest of a round of B tokens", profile.accept.counts, profile.accept.seconds, "tab:green"),
@@ -70,9 +74,10 @@ def plot_profile(profile: Any, path: str | Path, *, block_size: int, title: str)
     for label, xs, seconds, colour in lines:
         parts.plot(xs, [1000 * value for value in seconds], marker="o", markersize=3, color=colour, label=label)
     parts.set(xlabel="tokens B, or rows n", ylabel="milliseconds", yscale="log")
+    parts.yaxis.set_major_formatter("{x:g}")
     rates.plot(counts, [1 / value for value in plain], marker="o", markersize=3, color="black", label="no drafts")
     label = f"whole blocks of {block_size} drafted and verified"
-    rates.plot(counts, drafting["sample_steps_per_sec"], marker="o", markersize=3, color="tab:orange", label=label)
+    rates.plot(whole, [1 / value for value in drafting], marker="o", markersize=3, color="tab:orange", label=label)
     rates.set(xlabel="verified tokens B", ylabel="rounds per second, SPS(B)")
     rates.set_ylim(bottom=0)
     for axes in (parts, rates):
@@ -93,8 +98,9 @@ def run(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     pair = load_pair(options.target, options.drafter, options.dtype)
-    profile = pair.drafter.profile(pair.target, refresh=options.refresh)
-    block_size = pair.drafter.config.block_size
+    drafter: Any = pair.drafter
+    profile = drafter.profile(pair.target, refresh=options.refresh)
+    block_size = drafter.config.block_size
     facts = environment(options.dtype)
     title = f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {options.dtype}"
     print(f"{title}\n\n{tables(profile, block_size)}")

@@ -61,7 +61,8 @@ class BatchedGenerate:
 
     def _generate(self, requests: list[tuple[torch.Tensor, int]]) -> list[list[int]]:
         """New tokens of each request, as far as they count."""
-        target, limits = self.pair.target, [limit for _, limit in requests]
+        target: Any = self.pair.target
+        limits = [limit for _, limit in requests]
         width = max(len(prompt) for prompt, _ in requests)
         input_ids = torch.full((len(requests), width), target.generation_config.pad_token_id or 0)
         attention_mask = torch.zeros_like(input_ids)

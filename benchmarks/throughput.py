@@ -200,12 +200,13 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     pair = load(options)
-    block_size = pair.drafter.config.block_size
+    drafter: Any = pair.drafter
+    block_size = drafter.config.block_size
     is_random = options.drafter == RANDOM
     options.policies = options.policies or ([PLAIN, "throughput"] if is_random else default_policies(block_size))
     check_policies(options.policies, block_size)
     options.references = not is_random if options.references is None else options.references
-    costs = pair.drafter.profile(pair.target) if needs_costs(options.policies) else None
+    costs = drafter.profile(pair.target) if needs_costs(options.policies) else None
     report = describe_run(pair, options, costs)
     path = Path(options.output or HERE / "results" / ("throughput_random.json" if is_random else "throughput.json"))
     report["levels"] = finished_levels(path, report)

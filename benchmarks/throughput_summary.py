@@ -12,7 +12,8 @@ from benchmarks.report import markdown_table
 
 DEFINITIONS = {
     "tokens_per_second": "new tokens of all requests / seconds, over all slices; prefills of joining requests included",
-    "decoding_tokens_per_second": "the same over steps in which no request joined",
+    "decoding": "the same rate and ratio over steps in which no request joined: how many prefills happen to fall into a "
+    "run is chance, and weighs in short ones",
     "ratio": "of tokens per second, over slices that bring both about the same tokens of the same requests; `low` and "
     "`high` are a 95 % bootstrap interval over slices, drawn in pairs where both have as many",
     "verification_budget": "draft tokens that are verified for a row in a round",
@@ -84,13 +85,11 @@ def summarize_level(
 def _policy(slices: Sequence[Slice], plain: Sequence[Slice], concurrency: int) -> dict[str, Any]:
     counts = sum((item.counts for item in slices), Counter[str]())
     rate, rounds = tokens_per_second(slices), counts["rounds"]
-    decoding_seconds = sum(item.decoding_seconds for item in slices)
-    decoding = sum(item.decoding_tokens for item in slices) / decoding_seconds if decoding_seconds else None
     return {
         "tokens_per_second": round(rate, 3),
         "tokens_per_second_per_request": round(rate / concurrency, 3),
-        "decoding_tokens_per_second": None if decoding is None else round(decoding, 3),
         "ratio_to_plain": ratio_interval(slices, plain),
+        "decoding": _decoding(slices, plain),
         "verification_budget": round(counts["verified"] / rounds, 4) if rounds else None,
         "tau": round(counts["new_tokens"] / rounds, 4) if rounds else None,
         "parked_share": round(counts["parked"] / rounds, 4) if rounds else None,
@@ -105,6 +104,21 @@ def _policy(slices: Sequence[Slice], plain: Sequence[Slice], concurrency: int) -
     }
 
 
+def _decoding(slices: Sequence[Slice], plain: Sequence[Slice]) -> dict[str, Any] | None:
+    """Rate and ratio without the steps in which requests joined, over the slices in which both had other steps."""
+    if len(slices) != len(plain):
+        return None
+    pairs = [
+        [Slice(item.decoding_tokens, item.decoding_seconds) for item in pair]
+        for pair in zip(slices, plain, strict=True)
+        if all(item.decoding_seconds for item in pair)
+    ]
+    if not pairs:
+        return None
+    ours, theirs = zip(*pairs, strict=True)
+    return {"tokens_per_second": round(tokens_per_second(ours), 3), "ratio_to_plain": ratio_interval(ours, theirs)}
+
+
 def _same_text(texts: Mapping[int, list[int]], plain: Mapping[int, list[int]]) -> dict[str, int]:
     both = texts.keys() & plain.keys()
     return {"compared": len(both), "equal": sum(texts[number] == plain[number] for number in both)}
@@ -113,7 +127,8 @@ def _same_text(texts: Mapping[int, list[int]], plain: Mapping[int, list[int]]) -
 def level_table(level: Mapping[str, Any]) -> str:
     """One concurrency as Markdown."""
     rows = [_row(name, entry) for name, entry in level["policies"].items()]
-    header = ["policy", "tokens/s", "a request", "decoding", "ratio to plain", "budget", "tau", "parked", "same text"]
+    header = ["policy", "tokens/s", "a request", "ratio to plain", "decoding", "ratio", "budget", "tau", "parked"]
+    header.append("same text")
     lines = [f"### {level['concurrency']} in flight", "", markdown_table(header, rows)]
     for name, ratio in level["ratio_to_best_fixed"].items():
         lines += ["", f"{name} against the best fixed length ({level['best_fixed']}): {_ratio(ratio)}"]
@@ -121,13 +136,14 @@ def level_table(level: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
-    same = entry["same_text"]
+    same, decoding = entry["same_text"], entry["decoding"]
     return [
         name,
         f"{entry['tokens_per_second']:.1f}",
         f"{entry['tokens_per_second_per_request']:.2f}",
-        _number(entry["decoding_tokens_per_second"], ".1f"),
         _ratio(entry["ratio_to_plain"]),
+        "-" if decoding is None else f"{decoding['tokens_per_second']:.1f}",
+        "-" if decoding is None else _ratio(decoding["ratio_to_plain"]),
         _number(entry["verification_budget"], ".2f"),
         _number(entry["tau"], ".2f"),
         _number(entry["parked_share"], ".0%"),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .cache_dspark import DSparkCache
 from .costs_dspark import CostProfile
 from .drafting_dspark import LogitsProcessor, Proposal, propose
-from .parking_dspark import Parking
+from .parking_dspark import BlockLength, Parking
 from .processing_dspark import RowProcessors
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, checked_lengths, make_schedule
@@ -82,6 +82,8 @@ class BlockDrafter:
             )
         self.cache = DSparkCache(num_rows=0, max_length=max_length)
         self._parking = Parking() if self.schedule.needs_costs else None
+        self._block_length = BlockLength(settings.num_assistant_tokens)
+        self._last_slots = settings.num_assistant_tokens
         self._order: list[Request] = []  # of the cache's rows
 
     @property
@@ -121,12 +123,13 @@ class BlockDrafter:
         drafting = self._admitted([request for request in active if caps[request.index] > 0], len(active), context)
         if not drafting:
             return Round([], 0, None, [1] * len(active), anchors)
-        limits = [caps[request.index] for request in drafting]
+        num_slots = self._num_slots(len(active), len(drafting), context)
+        limits = [min(caps[request.index], num_slots) for request in drafting]
         proposal = self._propose(drafting, max(limits))
         view = RoundView(
             self._confidence(proposal, limits),
             len(active),
-            None if self.costs is None else lambda tokens: self._seconds(tokens, len(drafting), context),
+            None if self.costs is None else lambda tokens: self._seconds(tokens, len(drafting), num_slots, context),
         )
         lengths = checked_lengths(self.schedule, view)
         counts = [1] * len(active)
@@ -137,9 +140,10 @@ class BlockDrafter:
         tokens[rows, 1:] = proposal.tokens[:, : max(lengths)].to(device)
         return Round(drafting, max(limits), proposal, counts, tokens)
 
-    def record(self, request: Request, *, accepted: int, verified: int) -> None:
+    def record(self, request: Request, *, drafted: int, accepted: int, verified: int) -> None:
         """Count what a drafting round brought a request."""
         if self._parking is not None:
+            self._block_length.record(num_slots=drafted, accepted=accepted, verified=verified)
             self._parking.record(request.estimate, accepted=accepted, verified=verified)
 
     def _admitted(self, candidates: list[Request], num_rows: int, context: int) -> list[Request]:
@@ -148,7 +152,7 @@ class BlockDrafter:
             admitted = self._parking.admit(
                 [request.estimate for request in candidates],
                 num_rows=num_rows,
-                seconds=lambda tokens, drafting: self._seconds(tokens, drafting, context),
+                seconds=lambda tokens, drafting: self._seconds(tokens, drafting, self._last_slots, context),
             )
             candidates = [candidates[index] for index in admitted]
         chosen = {request.index for request in candidates}
@@ -157,6 +161,16 @@ class BlockDrafter:
             if self._order[row].index not in chosen:
                 self._swap(row, outside.pop())
         return self._order[: len(chosen)]
+
+    def _num_slots(self, num_rows: int, num_drafting: int, context: int) -> int:
+        """Slots to draft: all that are allowed, or where costs are weighed as many as have paid."""
+        if self._parking is not None:
+            self._last_slots = self._block_length.choose(
+                num_rows=num_rows,
+                num_drafting=num_drafting,
+                seconds=lambda tokens, slots: self._seconds(tokens, num_drafting, slots, context),
+            )
+        return self._last_slots
 
     def _swap(self, one: int, other: int) -> None:
         self.cache.swap_rows(one, other)
@@ -187,6 +201,7 @@ class BlockDrafter:
             num_tokens=num_tokens,
             do_sample=self.do_sample,
             logits_processor=self._processor(drafting) if self.processors else None,
+            treats_tokens_alike=self.processors.treat_tokens_alike,
             generator=self.generator,
         )
         for request in drafting:
@@ -212,9 +227,15 @@ class BlockDrafter:
         values = proposal.confidence.tolist()  # type: ignore[union-attr]  # the settings refuse it without a head
         return [row[:limit] for row, limit in zip(values, limits, strict=True)]
 
-    def _seconds(self, tokens: float, num_drafting: int, context: int) -> float:
+    def _seconds(self, tokens: float, num_drafting: int, num_slots: int, context: int) -> float:
         costs: CostProfile = self.costs  # type: ignore[assignment]  # checked at construction
-        return costs.round_seconds(tokens, num_drafting=num_drafting, context=context, do_sample=self.do_sample)
+        return costs.round_seconds(
+            tokens,
+            num_drafting=num_drafting,
+            num_slots=num_slots,
+            context=context,
+            do_sample=self.do_sample,
+        )
 
 
 __all__ = ["BlockDrafter", "Round"]

@@ -110,7 +110,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._counts = (cap, length)
         if length == 0:
             return input_ids, None
-        logits = None if proposal.logits is None else proposal.logits[:, :length]
+        logits = proposal.full_logits(self.drafter.config.vocab_size)
+        logits = None if logits is None else logits[:, :length]
         return torch.cat([input_ids, drafts[:, :length]], dim=1), logits
 
     def update_candidate_strategy(

@@ -1,6 +1,7 @@
 """What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
 
-`T(round) = T_draft(n) + T_verify(B) + T_accept(B)`, for `n` drafting rows and `B` verified tokens. Nothing is measured
+`T(round) = T_draft(n) + s * T_slot(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` slots and `B` verified
+tokens. Nothing is measured
 here; that is `profiling_dspark`.
 """
 
@@ -68,35 +69,55 @@ class CostProfile:
     Attributes:
         verify ([`Curve`]): Seconds of a target forward over `B` packed tokens with an empty context.
         seconds_per_context (`float`): What each token of context that is read adds to it.
-        draft ([`Curve`]): Seconds of drafting for `n` rows, greedy.
+        draft ([`Curve`]): Seconds of the backbone for `n` rows, greedy.
         draft_sampled ([`Curve`]): The same with sampling.
+        slot ([`Curve`]): Seconds of one slot through LM head and heads for `n` rows, greedy.
+        slot_sampled ([`Curve`]): The same with sampling.
         accept ([`Curve`]): Seconds of the rest of a round that verifies `B` tokens, greedy.
         accept_sampled ([`Curve`]): The same with sampling.
         key (`dict`): What the measurement holds for: device, dtype, attention, models, versions.
+        seconds_per_logits (`float`): What logits processors add for each row of logits; it belongs to one call.
     """
 
     verify: Curve
     seconds_per_context: float
     draft: Curve
     draft_sampled: Curve
+    slot: Curve
+    slot_sampled: Curve
     accept: Curve
     accept_sampled: Curve
     key: dict[str, Any] = field(default_factory=dict)
+    seconds_per_logits: float = 0.0
 
     def round_seconds(
-        self, num_tokens: float, *, num_drafting: int, context: int = 0, do_sample: bool = False
+        self,
+        num_tokens: float,
+        *,
+        num_drafting: int,
+        num_slots: int = 1,
+        context: int = 0,
+        do_sample: bool = False,
     ) -> float:
         """Cost of one round.
 
         Args:
             num_tokens (`int`): Tokens the target verifies, anchors of all rows included (`B`).
             num_drafting (`int`): Rows that draft; 0 is a plain step.
+            num_slots (`int`, *optional*, defaults to `1`): Slots each of them drafts.
             context (`int`, *optional*, defaults to `0`): Context tokens read by attention, over all rows.
             do_sample (`bool`, *optional*, defaults to `False`): Whether tokens are drawn.
         """
-        draft, accept = (self.draft_sampled, self.accept_sampled) if do_sample else (self.draft, self.accept)
-        drafting = draft(num_drafting) if num_drafting else 0.0
-        return drafting + self.verify(num_tokens) + accept(num_tokens) + self.seconds_per_context * context
+        draft, slot, accept = (
+            (self.draft_sampled, self.slot_sampled, self.accept_sampled)
+            if do_sample
+            else (self.draft, self.slot, self.accept)
+        )
+        drafting = draft(num_drafting) + num_slots * slot(num_drafting) if num_drafting else 0.0
+        processing = self.seconds_per_logits * (num_tokens + num_drafting * num_slots)
+        return (
+            drafting + self.verify(num_tokens) + accept(num_tokens) + self.seconds_per_context * context + processing
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
@@ -130,7 +151,10 @@ class CostProfile:
     def to_sglang(self, block_size: int) -> dict[str, Any]:
         """SGLang's fields, for greedy rounds in which all rows draft and verify whole blocks."""
         counts = self.verify.counts
-        seconds = [self.round_seconds(count, num_drafting=max(count // (block_size + 1), 1)) for count in counts]
+        seconds = [
+            self.round_seconds(count, num_drafting=max(count // (block_size + 1), 1), num_slots=block_size)
+            for count in counts
+        ]
         return {
             "sample_batch_tokens": list(counts),
             "sample_steps_per_sec": [1.0 / value for value in seconds],
@@ -145,9 +169,10 @@ class CostProfile:
             raise ValueError("`sample_steps_per_sec` must be as many positive numbers as `sample_batch_tokens`")
         verify = Curve.smoothed(fields["sample_batch_tokens"], [1.0 / rate for rate in steps])
         nothing = Curve([1], [1e-9])
-        return cls(verify, 0.0, nothing, nothing, nothing, nothing, {"source": "sglang"})
+        free: dict[str, Any] = {name: nothing for name in _CURVES if name != "verify"}
+        return cls(verify=verify, seconds_per_context=0.0, key={"source": "sglang"}, **free)
 
 
-_CURVES = ("verify", "draft", "draft_sampled", "accept", "accept_sampled")
+_CURVES = ("verify", "draft", "draft_sampled", "slot", "slot_sampled", "accept", "accept_sampled")
 
 __all__ = ["CostProfile", "Curve"]

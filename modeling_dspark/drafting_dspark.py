@@ -15,6 +15,7 @@ import torch
 from .cache_dspark import DSparkCache
 from .heads_dspark import calibrated_confidence
 from .target_dspark import TargetBinding
+from .verification_dspark import draw
 
 
 _UNDRAFTABLE = -1e30  # finite after any sensible temperature, and of no weight in a softmax
@@ -27,9 +28,11 @@ class Proposal:
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, n)`): Draft tokens in the target's vocabulary.
-        logits (`torch.Tensor` of shape `(R, n, V)`, *optional*):
-            Logits of the distributions the tokens were drawn from (fp32, processed, `-inf` outside a reduced draft
-            vocabulary); `None` when greedy.
+        logits (`torch.Tensor` of shape `(R, n, Vd)`, *optional*):
+            Logits of the distributions the tokens were drawn from, over the draft vocabulary (fp32, processed); `None`
+            when greedy.
+        columns (`torch.LongTensor` of shape `(R, n)`): The tokens' places in the draft vocabulary.
+        token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): Tokens of a reduced draft vocabulary.
         confidence_logits (`torch.Tensor` of shape `(R, n)`, *optional*): As the head returns them.
         confidence (`torch.Tensor` of shape `(R, n)`, *optional*): Calibrated, `c_k`.
         hidden_states (`torch.Tensor` of shape `(R, n, D)`): Backbone outputs.
@@ -38,10 +41,21 @@ class Proposal:
 
     tokens: torch.Tensor
     logits: torch.Tensor | None
+    columns: torch.Tensor
+    token_ids: torch.Tensor | None
     confidence_logits: torch.Tensor | None
     confidence: torch.Tensor | None
     hidden_states: torch.Tensor
     base_logits: torch.Tensor
+
+    def full_logits(self, vocab_size: int) -> torch.Tensor | None:
+        """`logits` over the target's vocabulary `[R, n, V]`, `-inf` where a token cannot be drafted."""
+        if self.logits is None:
+            return None
+        columns = torch.arange(self.logits.shape[-1]) if self.token_ids is None else self.token_ids
+        full = self.logits.new_full((*self.logits.shape[:-1], vocab_size), -torch.inf)
+        full[..., columns.to(full.device)] = self.logits
+        return full
 
 
 def draft_block(
@@ -100,6 +114,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     num_tokens: int | None = None,
     do_sample: bool = False,
     logits_processor: LogitsProcessor | None = None,
+    treats_tokens_alike: bool = False,
     generator: torch.Generator | None = None,
 ) -> Proposal:
     """Draft up to `num_tokens` tokens a row (design section 2, steps 2 to 4).
@@ -110,6 +125,9 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         do_sample (`bool`, *optional*, defaults to `False`): Draw from `q` instead of taking its argmax.
         logits_processor (callable, *optional*):
             Called at each slot with the draft tokens `[R, k]` before it and its logits `[R, V]`; returns logits.
+        treats_tokens_alike (`bool`, *optional*, defaults to `False`):
+            Whether the processor does not look at which token a logit belongs to; it then gets those of a reduced draft
+            vocabulary as they are, `[R, Vd]`.
         generator (`torch.Generator`, *optional*): Source of randomness of the draws.
 
     Returns:
@@ -128,37 +146,45 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     base_logits = binding.draft_logits(hidden)
     previous, state = anchor_tokens.to(hidden.device), None
     tokens: list[torch.Tensor] = []
+    columns: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     confidences: list[torch.Tensor] = []
     for slot in range(hidden.shape[1]):
         step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
         state = step.state
-        if logits_processor is None and not do_sample:
-            previous = drafter.to_target_ids(argmax(step.logits))
-        else:
-            processed = _processed(drafter, step.logits, tokens, logits_processor)
-            previous = _pick(processed, do_sample, generator)
-            logits.append(processed)
+        scores = step.logits
+        if logits_processor is not None or do_sample:
+            scores = _processed(drafter, scores, tokens, logits_processor, in_full=not treats_tokens_alike)
+        columns.append(draw(scores.softmax(dim=-1), generator) if do_sample else argmax(scores))
+        previous = drafter.to_target_ids(columns[-1])
         tokens.append(previous)
+        logits.append(scores)
         confidences.append(step.confidence_logits)
-    return _proposal(drafter, hidden, base_logits, tokens, logits if do_sample else [], confidences)
+    return _proposal(drafter, hidden, base_logits, (tokens, columns, logits if do_sample else [], confidences))
 
 
 def _processed(
-    drafter: Any, logits: torch.Tensor, tokens: list[torch.Tensor], logits_processor: LogitsProcessor | None
+    drafter: Any,
+    logits: torch.Tensor,
+    tokens: list[torch.Tensor],
+    logits_processor: LogitsProcessor | None,
+    *,
+    in_full: bool,
 ) -> torch.Tensor:
-    """The user's processors on one slot: `[R, Vd]` to `[R, V]`, the logits of what is drawn from.
+    """The user's processors on one slot `[R, Vd]`: the logits of what is drawn from, in fp32.
 
     Processors see a finite value at tokens that cannot be drafted, since some of them fail on a row without any finite
-    value. A row that is left without a token (or is not a number) proposes token 0 for certain.
+    value. A row that is left without a token (or is not a number) proposes the first one for certain.
     """
-    if logits_processor is None:
-        processed = drafter.to_target_logits(logits)
-    else:
+    processed = logits.float()
+    if logits_processor is not None:
         before = torch.stack(tokens, dim=1) if tokens else logits.new_empty((logits.shape[0], 0), dtype=torch.long)
-        processed = logits_processor(before, drafter.to_target_logits(logits, fill=_UNDRAFTABLE))
-        if (draft_token_ids := drafter.draft_token_ids) is not None:
-            processed = drafter.to_target_logits(processed[..., draft_token_ids])
+        draft_token_ids = drafter.draft_token_ids
+        if draft_token_ids is None or not in_full:
+            processed = logits_processor(before, processed)
+        else:
+            full = drafter.to_target_logits(logits, fill=_UNDRAFTABLE)
+            processed = logits_processor(before, full)[..., draft_token_ids]
     unusable = torch.isnan(processed) | torch.isposinf(processed)
     empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
     certain = torch.full_like(processed, -torch.inf)
@@ -171,20 +197,13 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.max(dim=-1).indices
 
 
-def _pick(logits: torch.Tensor, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
-    if not do_sample:
-        return argmax(logits)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
-
-
 def _proposal(
     drafter: Any,
     hidden: torch.Tensor,
     base_logits: torch.Tensor,
-    tokens: list[torch.Tensor],
-    logits: list[torch.Tensor],
-    confidences: list[torch.Tensor],
+    by_slot: tuple[list[torch.Tensor], ...],
 ) -> Proposal:
+    tokens, columns, logits, confidences = by_slot
     empty = hidden.new_empty(hidden.shape[0], 0)
     confidence_logits = confidence = None
     if drafter.confidence_head is not None:
@@ -193,6 +212,8 @@ def _proposal(
     return Proposal(
         tokens=torch.stack(tokens, dim=1) if tokens else empty.long(),
         logits=torch.stack(logits, dim=1) if logits else None,
+        columns=torch.stack(columns, dim=1) if columns else empty.long(),
+        token_ids=drafter.draft_token_ids,
         confidence_logits=confidence_logits,
         confidence=confidence,
         hidden_states=hidden,
@@ -200,4 +221,4 @@ def _proposal(
     )
 
 
-__all__ = ["Proposal", "draft_block", "propose"]
+__all__ = ["LogitsProcessor", "Proposal", "argmax", "draft_block", "propose"]

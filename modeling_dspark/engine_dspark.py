@@ -22,7 +22,7 @@ from .processing_dspark import RowProcessors, StopConditions
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, resolve_settings
 from .statistics_dspark import RunStatistics
-from .verification_dspark import Verdict, accept_greedy, accept_sampled
+from .verification_dspark import Verdict, accept_greedy, accept_sampled, draw
 
 
 _PREFILL_TOKENS = 2048  # prompt tokens in one forward: more saves nothing and costs memory
@@ -254,7 +254,7 @@ class Engine:
         )
         if draft_row is None:
             return
-        self.drafting.record(request, accepted=num_accepted, verified=verified)
+        self.drafting.record(request, drafted=drafts.num_drafted, accepted=num_accepted, verified=verified)
         if self.record_confidence:
             logits: Any = drafts.proposal.confidence_logits  # type: ignore[union-attr]  # it drafted
             request.statistics.confidence_logits.append(logits[draft_row].tolist())
@@ -269,6 +269,11 @@ class Engine:
     ) -> list[Request]:
         """Append tokens up to where each text ends; returns the requests that have finished."""
         raw, processed = scores
+        if any(tokens[-1] >= processed.shape[-1] for tokens in kept):
+            raise ValueError(
+                "No token can be drawn: the logits are not numbers, or the logits processors leave no token with a finite "
+                "logit. Check the processors, or the target's dtype."
+            )
         for request, tokens, offset in zip(requests, kept, offsets, strict=False):
             request.append(tokens)
             if self.keep_scores:
@@ -314,12 +319,7 @@ class Engine:
         """Tokens after prompts: nothing was drafted, so a bonus token is drawn or the argmax taken."""
         if not self.do_sample:
             return argmax(processed).tolist()
-        rows, size = processed.shape
-        nothing = torch.zeros(rows, 0, dtype=torch.long, device=processed.device)
-        lengths = torch.zeros(rows, dtype=torch.long, device=processed.device)
-        no_logits = processed.new_zeros(rows, 0, size)
-        verdict = accept_sampled(nothing, no_logits, processed[:, None], lengths, generator=self.generator)
-        return verdict.next_tokens.tolist()
+        return draw(processed.softmax(dim=-1), self.generator).tolist()
 
     def _verdict(self, drafts: Round, plan: PackedPlan, processed: torch.Tensor) -> Verdict:
         """Compare drafts and target, for all rows at once."""
@@ -328,15 +328,34 @@ class Engine:
         draft_tokens = drafts.tokens[:, 1:].to(device)
         if not self.do_sample:
             return accept_greedy(draft_tokens, plan.unpack(argmax(processed)), lengths)
-        rows, longest = draft_tokens.shape
-        draft_logits = processed.new_zeros(rows, longest, processed.shape[-1])
-        if longest:
-            verified: torch.Tensor = drafts.proposal.logits  # type: ignore[assignment,union-attr]  # sampled
-            missing = processed.shape[-1] - verified.shape[-1]  # LM head rows beyond the vocabulary: never drafted
-            padded = torch.nn.functional.pad(verified[:, :longest].to(device), (0, missing), value=-torch.inf)
-            draft_logits[[request.row for request in drafts.drafting]] = padded
-        target_logits = plan.unpack(processed)
-        return accept_sampled(draft_tokens, draft_logits, target_logits, lengths, generator=self.generator)
+        positions = plan.unpack(torch.arange(len(processed), device=device))
+        num_rows, longest = draft_tokens.shape
+        if not longest:
+            nothing = processed.new_zeros(num_rows, 0, 1)
+            return accept_sampled(
+                draft_tokens, nothing, processed, lengths, positions=positions, generator=self.generator
+            )
+        proposal: Any = drafts.proposal  # something was drafted
+        rows = torch.tensor([request.row for request in drafts.drafting], device=device)
+        return accept_sampled(
+            draft_tokens,
+            _to_rows(proposal.logits[:, :longest].to(device), rows, num_rows),
+            processed,
+            lengths,
+            draft_columns=_to_rows(proposal.columns[:, :longest].to(device), rows, num_rows),
+            draft_token_ids=proposal.token_ids,
+            positions=positions,
+            generator=self.generator,
+        )
+
+
+def _to_rows(drafting: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Values of the rows that draft `[n, ...]` at their place in all rows `[R, ...]`; nothing is read of the others."""
+    if len(rows) == num_rows and bool((rows == torch.arange(num_rows, device=rows.device)).all()):
+        return drafting
+    placed = drafting.new_zeros(num_rows, *drafting.shape[1:])
+    placed[rows] = drafting
+    return placed
 
 
 def _prefixes(active: list[Request], drafts: Round) -> Callable[[], list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Stepping aside: which requests draft in the next round, from measured costs and past rounds only.
+"""Stepping aside: which requests draft in the next round, and how many slots, from measured costs and past rounds only.
 
 Each request keeps a running estimate of what a drafting round brought it. The requests for which drafting raises the
 expected tokens per second of the whole round draft; the others decode plainly and try again later, at growing
@@ -14,6 +14,9 @@ _PRIOR_BUDGET = 1.0  # the drafts it verifies for that,
 _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are found out after two or three
 _FORGETTING = 0.9  # weight of a round against the one after it
 _POOL_FORGETTING = 0.995
+_FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
+_SLOT_RATE = 0.02  # of a row's round
+_EXPLORE_SLOTS = 16  # rounds
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # rounds
 
 
@@ -105,4 +108,43 @@ class Parking:
         return -(-(self._round + wait) // wait) * wait
 
 
-__all__ = ["Parking", "RequestEstimate"]
+class BlockLength:
+    """How many slots to draft in a round, by what each slot has brought in the rounds before.
+
+    Args:
+        most (`int`): Most slots there are.
+    """
+
+    def __init__(self, most: int):
+        self._verified = [_FIRST_SLOTS**slot for slot in range(1, most + 1)]  # a row's drafts verified at each slot,
+        self._accepted = [_FIRST_SLOTS**slot for slot in range(1, most + 1)]  # and kept: discounted means
+        self._round = 0
+
+    def choose(self, *, num_rows: int, num_drafting: int, seconds: Callable[[float, int], float]) -> int:
+        """The number of slots with the most expected tokens per second; now and then all, to see what they bring.
+
+        Args:
+            num_rows (`int`): Rows of the target forward.
+            num_drafting (`int`): Rows that draft.
+            seconds (callable): Cost of the round, from its verified tokens and its slots.
+        """
+        self._round += 1
+        if self._round % _EXPLORE_SLOTS == 1:
+            return len(self._accepted)
+        tokens = expected = float(num_rows)
+        best, chosen = 0.0, 1
+        for slot, (verified, accepted) in enumerate(zip(self._verified, self._accepted, strict=True), 1):
+            tokens, expected = tokens + num_drafting * verified, expected + num_drafting * accepted
+            rate = expected / seconds(tokens, slot)
+            if rate > best:
+                best, chosen = rate, slot
+        return chosen
+
+    def record(self, *, num_slots: int, accepted: int, verified: int) -> None:
+        """Count what a block of `num_slots` brought one row."""
+        for slot in range(num_slots):
+            self._verified[slot] += _SLOT_RATE * ((verified > slot) - self._verified[slot])
+            self._accepted[slot] += _SLOT_RATE * ((accepted > slot) - self._accepted[slot])
+
+
+__all__ = ["BlockLength", "Parking", "RequestEstimate"]

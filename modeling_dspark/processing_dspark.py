@@ -62,6 +62,16 @@ class RowProcessors:
         self.batch_size = batch_size
         self.num_pads: list[int] = []  # of each row, on the left of its prefix
 
+    @property
+    def known(self) -> LogitsProcessorList:
+        """Those of Transformers' own that may be called at any time: they keep no state."""
+        return LogitsProcessorList(p for p in self._processors if _is_known(p, _PREFIX_FREE | _ROW_FREE))
+
+    @property
+    def treat_tokens_alike(self) -> bool:
+        """Whether none of them looks at the prefix, or at which token a logit belongs to."""
+        return all(_is_known(item, _PREFIX_FREE - {"SuppressTokensLogitsProcessor"}) for item in self._processors)
+
     def __bool__(self) -> bool:
         return bool(self._processors)
 

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from .costs_dspark import CostProfile, Curve
 from .engine_dspark import Engine
+from .processing_dspark import RowProcessors
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, Schedule
 from .target_dspark import input_device
@@ -35,6 +36,7 @@ _LONG_CONTEXT_ROWS = 8
 _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longer
 _REPEATS = 5
 _FEWEST_REPEATS = 2
+_TRIAL_ROWS = 4
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -44,6 +46,7 @@ class _Task(NamedTuple):
     kind: str
     rows: int
     length: int
+    num_slots: int
     context: int = _CONTEXT
 
     @property
@@ -75,6 +78,23 @@ def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> 
             logger.warning_once(f"The cost profile could not be stored, so the next program measures again: {error}.")
     known[digest] = found
     return found
+
+
+def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_size: int) -> float:
+    """What the call's logits processors cost for one row of logits; a user's own are not called and count as free."""
+    if not processors.known:
+        return 0.0
+    trial = RowProcessors(processors.known, processors.batch_size)
+    trial.num_pads = [0]
+    logits = torch.linspace(-1.0, 1.0, vocab_size, device=prompt.device).repeat(_TRIAL_ROWS, 1)
+    fastest = float("inf")
+    for _ in range(2):
+        begun = time.perf_counter()
+        trial(logits.clone(), lambda: [prompt] * _TRIAL_ROWS, [0] * _TRIAL_ROWS)
+        if prompt.device.type == "cuda":
+            torch.cuda.synchronize(prompt.device)
+        fastest = min(fastest, time.perf_counter() - begun)
+    return fastest / _TRIAL_ROWS
 
 
 def costs_folder() -> Path:
@@ -137,9 +157,13 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
 def _tasks(block_size: int) -> list[_Task]:
     """The grid: rows by drafts verified, a few of them with sampling, and one long context to tell its cost."""
     lengths = {rows: {0, 1, block_size} for rows in _ROWS} | {1: {0, 1, 2, 3, block_size}, 8: {0, 1, 2, block_size}}
-    tasks = [_Task("greedy", rows, min(length, block_size)) for rows in _ROWS for length in sorted(lengths[rows])]
-    tasks += [_Task("sampled", rows, length) for rows in _SAMPLED_ROWS for length in (1, block_size)]
-    tasks += [_Task("long", rows, 0, _LONG_CONTEXT) for rows in (1, _LONG_CONTEXT_ROWS)]
+    tasks = [
+        _Task("greedy", rows, min(length, block_size), 1 if length == 1 else block_size)
+        for rows in _ROWS
+        for length in sorted(lengths[rows])
+    ]
+    tasks += [_Task("sampled", rows, length, length) for rows in _SAMPLED_ROWS for length in (1, block_size)]
+    tasks += [_Task("long", rows, 0, block_size, _LONG_CONTEXT) for rows in (1, _LONG_CONTEXT_ROWS)]
     return list(dict.fromkeys(tasks))
 
 
@@ -154,17 +178,28 @@ def _repeats(tasks: list[_Task]) -> Iterator[tuple[int, _Task]]:
 def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> CostProfile:
     """Curves from the fastest seconds of drafting, verifying and the rest of each task."""
     rows = max(task.rows for task in fastest if task.kind == "long")
-    short, long = fastest[_Task("greedy", rows, 0)][1], fastest[_Task("long", rows, 0, _LONG_CONTEXT)][1]
+    slots = max(task.num_slots for task in fastest)
+    short = fastest[_Task("greedy", rows, 0, slots)][1]
+    long = fastest[_Task("long", rows, 0, slots, _LONG_CONTEXT)][1]
     per_context = max(long - short, 0.0) / (rows * (_LONG_CONTEXT - _CONTEXT))
     points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for task, (drafting, verifying, accepting) in fastest.items():
         suffix = "_sampled" if task.kind == "sampled" else ""
-        points[f"draft{suffix}"][task.rows].append(drafting)
+        drafts[suffix][task.rows][task.num_slots] = min(
+            drafting, drafts[suffix][task.rows].get(task.num_slots, drafting)
+        )
         points[f"accept{suffix}"][task.num_tokens].append(accepting)
         if task.kind == "greedy":
             without_context = verifying - per_context * task.rows * task.context
             points["verify"][task.num_tokens].append(max(without_context, 0.1 * verifying))
-    curves = {name: _curve(points[name]) for name in points}
+    for suffix, by_rows in drafts.items():
+        for count, seconds in by_rows.items():
+            few, many = min(seconds), max(seconds)
+            slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
+            points[f"slot{suffix}"][count] = [slot]
+            points[f"draft{suffix}"][count] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
+    curves: dict[str, Any] = {name: _curve(points[name]) for name in points}
     return CostProfile(seconds_per_context=per_context, key=key, **curves)
 
 
@@ -198,6 +233,8 @@ class _Bench:
         """Seconds of drafting, of the target's forward, and of the rest of one round."""
         self._schedule.length = task.length
         self._prepare(task.rows, task.context)
+        settings = DraftSettings(task.num_slots, self._schedule, 0.0)
+        self._engine.drafting.settings = settings
         engine, active = self._engine, self._requests[: task.rows]
         begun = self._now()
         drafts = engine.drafting.draft(active, context=0)
@@ -245,4 +282,4 @@ def _digest(model: PreTrainedModel) -> str:
     return hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
 
 
-__all__ = ["measure", "profile", "profile_key"]
+__all__ = ["measure", "processing_seconds", "profile", "profile_key"]

@@ -1,11 +1,16 @@
 """Which draft tokens the target keeps, and what follows them: pure functions, any number of rows.
 
-Shapes: `R` rows, `K` draft slots (ragged rows are padded; `lengths` tells how many count), `V` vocabulary.
+Shapes: `R` rows, `K` draft slots (ragged rows are padded; `lengths` tells how many count), `V` vocabulary, `Vd` draft
+vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+
+_BLOCK = 256  # columns
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ def accept_sampled(
     target_logits: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    draft_columns: torch.Tensor | None = None,
+    draft_token_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023, Algorithm 1): the output is distributed as the target's.
@@ -49,28 +57,69 @@ def accept_sampled(
 
     Args:
         draft_tokens (`torch.LongTensor` of shape `(R, K)`): Drafts, each drawn from `softmax(draft_logits)`.
-        draft_logits (`torch.Tensor` of shape `(R, K, V)`): Logits of exactly the distribution that was drawn from.
-        target_logits (`torch.Tensor` of shape `(R, K + 1, V)`): Processed target logits.
+        draft_logits (`torch.Tensor` of shape `(R, K, Vd)`): Logits of exactly the distribution that was drawn from.
+        target_logits (`torch.Tensor` of shape `(R, K + 1, V)` or `(N, V)`): Processed target logits.
         lengths (`torch.LongTensor` of shape `(R,)`): Drafts that were verified in each row.
+        draft_columns (`torch.LongTensor` of shape `(R, K)`, *optional*):
+            Columns of `draft_logits` that were drawn, in a reduced draft vocabulary; by default the tokens.
+        draft_token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): Token of each column; by default its index.
+        positions (`torch.LongTensor` of shape `(R, K + 1)`, *optional*): Rows of packed `target_logits`.
         generator (`torch.Generator`, *optional*): Source of randomness.
     """
     rows, num_slots = draft_tokens.shape
-    q = draft_logits.float().softmax(dim=-1)
+    device = target_logits.device
+    if positions is None:
+        target_logits = target_logits.flatten(0, 1)
+        positions = torch.arange(rows * (num_slots + 1), device=device).view(rows, num_slots + 1)
     p = target_logits.float().softmax(dim=-1)
-    p_draft = p[:, :-1].gather(2, draft_tokens[..., None]).squeeze(2)
-    q_draft = q.gather(2, draft_tokens[..., None]).squeeze(2)
-    uniform = torch.rand(rows, num_slots, device=p.device, generator=generator)
-    num_accepted = _leading(uniform * q_draft < p_draft, lengths)
-    index = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    p_next = p.gather(1, index).squeeze(1)
-    residual = p_next
+    num_accepted = torch.zeros(rows, dtype=torch.long, device=device)
+    columns = draft_tokens if draft_columns is None else draft_columns
     if num_slots:
-        q_next = q.gather(1, index.clamp(max=num_slots - 1)).squeeze(1)
-        bonus = (num_accepted == lengths)[:, None]
-        residual = torch.where(bonus, p_next, (p_next - q_next).clamp(min=0))
-    weights = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_next)
-    next_tokens = torch.multinomial(weights, 1, generator=generator).squeeze(1)
-    return Verdict(num_accepted, next_tokens)
+        q = draft_logits.float().softmax(dim=-1)
+        p_draft, q_draft = p[positions[:, :-1], draft_tokens], q.gather(2, columns[..., None]).squeeze(2)
+        uniform = torch.rand(rows, num_slots, device=device, generator=generator)
+        num_accepted = _leading(uniform * q_draft < p_draft, lengths)
+    weights = p_next = p[positions.gather(1, num_accepted[:, None]).squeeze(1)]
+    if num_slots:
+        rejected = num_accepted < lengths
+        q_next = q[torch.arange(rows, device=device), num_accepted.clamp(max=num_slots - 1)]
+        weights = torch.where(rejected[:, None], _residual(p_next, q_next, draft_token_ids), p_next)
+    return Verdict(num_accepted, draw(weights, generator))
+
+
+def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw an index `[R]` from each row of non-negative weights `[R, V]`, by inversion; never one of weight zero.
+
+    `V` where a row has no weight, or holds something that is not a number: the caller has to look.
+    First a block of columns, then a column in it: running sums over a whole vocabulary are slow.
+    """
+    blocks = nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sums = blocks.sum(dim=-1)
+    block = _invert(sums, generator).clamp(max=sums.shape[1] - 1)
+    column = _invert(blocks.gather(1, block[:, None, None].expand(-1, -1, _BLOCK)).squeeze(1), generator)
+    drawable = sums.sum(dim=-1) > 0  # false also for what is not a number
+    return torch.where(drawable, block * _BLOCK + column, weights.shape[1])
+
+
+def _invert(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    exact = torch.float32 if weights.device.type == "mps" else torch.float64
+    cumulative = weights.cumsum(dim=-1, dtype=exact)
+    total = cumulative[:, -1:].contiguous()
+    level = torch.rand(total.shape, dtype=exact, device=weights.device, generator=generator) * total
+    # A product that rounds up to the total would point behind the last weight.
+    level = torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, level, right=True).squeeze(1)
+
+
+def _residual(p: torch.Tensor, q: torch.Tensor, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
+    """`max(p - q, 0)`, or `p` where rounding leaves no mass; `q` may be over fewer tokens than `p`."""
+    residual = p.clone()
+    if draft_token_ids is None:
+        residual[:, : q.shape[-1]] -= q
+    else:
+        residual.index_add_(1, draft_token_ids, q, alpha=-1)
+    residual.clamp_(min=0)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
 def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -79,4 +128,4 @@ def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (accepted & verified).int().cumprod(dim=1).sum(dim=1)
 
 
-__all__ = ["Verdict", "accept_greedy", "accept_sampled"]
+__all__ = ["Verdict", "accept_greedy", "accept_sampled", "draw"]

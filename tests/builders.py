@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.target_dspark import tapped_features
 from training.initialization import set_draft_vocabulary
 
 
@@ -181,28 +182,37 @@ def varied_target(family: str, seed: int = 0, **overrides):
     return target
 
 
-def script_rows(drafter: DSparkModel, references, *, wrong_every: int = 3, confidence_logit: float | None = None):
+def script_rows(
+    drafter: DSparkModel, target, references, *, wrong_every: int = 3, confidence_logit: float | None = None
+):
     """Make a drafter propose the texts `references` (prompts without padding included) in a batch of any order.
 
-    The text a row is in is found by its anchor's place and token. The draft of every place that is a multiple of
-    `wrong_every` is spoilt. `confidence_logit` replaces the logits of the confidence head.
+    The text that a row is in is found by the place and token of its anchor and by the features before it. The draft of
+    every place that is a multiple of `wrong_every` is spoilt. `confidence_logit` replaces the confidence head's logits.
     """
     real_forward, real_step = drafter.forward, drafter.head_step
-    found = {(place, token): text for text in references for place, token in enumerate(text)}
+    with torch.no_grad():
+        states = [target(torch.tensor([text]), output_hidden_states=True).hidden_states for text in references]
+    features = [tapped_features(item, drafter.config.target_layer_ids)[0] for item in states]
     ids = drafter.draft_token_ids
     columns = {token: column for column, token in enumerate(range(VOCAB) if ids is None else ids.tolist())}
     state = {}
 
-    def forward(*args, cache=None, context_lengths=None, **kwargs):
+    def text_of(place, token, before):
+        fitting = [index for index, text in enumerate(references) if text[place : place + 1] == [token]]
+        return references[min(fitting, key=lambda index: (features[index][place - 1] - before).norm())] if fitting else []
+
+    def forward(*args, context_hidden_states, cache=None, context_lengths=None, **kwargs):
+        lasts = [row[length - 1] for row, length in zip(context_hidden_states, context_lengths, strict=True)]
         places = [length + new for length, new in zip(cache.lengths, context_lengths, strict=False)]
-        state.update(places=places, texts=None)  # of the anchors
-        return real_forward(*args, cache=cache, context_lengths=context_lengths, **kwargs)
+        state.update(lasts=lasts, places=places, texts=None)  # of the anchors
+        kwargs |= {"context_hidden_states": context_hidden_states, "context_lengths": context_lengths, "cache": cache}
+        return real_forward(*args, **kwargs)
 
     def head_step(hidden, base_logits, previous_tokens, head_state=None):
         step = real_step(hidden, base_logits, previous_tokens, head_state)
         if state["texts"] is None:
-            anchors = zip(state["places"], previous_tokens.tolist(), strict=True)
-            state["texts"] = [found.get(anchor, []) for anchor in anchors]
+            state["texts"] = list(map(text_of, state["places"], previous_tokens.tolist(), state["lasts"]))
         state["places"] = [place + 1 for place in state["places"]]
         boost = torch.zeros_like(step.logits)
         for row, (place, text) in enumerate(zip(state["places"], state["texts"], strict=True)):

@@ -153,7 +153,7 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
             index = (lengths + slot).clamp(max=trial.shape[1])
             raw = logits.gather(1, (index - 1)[:, None, None].expand(-1, 1, SIZE)).squeeze(1)
             target_logits.append(processor(prefixes(trial, index), raw))
-        verdict = accept(proposal.tokens, proposal.logits, torch.stack(target_logits, dim=1), verified)
+        verdict = accept(proposal.tokens, proposal.full_logits(SIZE), torch.stack(target_logits, dim=1), verified)
         for slot in range(num_slots):
             kept = (verdict.num_accepted > slot) & ~done
             ids[kept, lengths[kept] + slot] = proposal.tokens[kept, slot]

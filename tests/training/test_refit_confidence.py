@@ -1,0 +1,129 @@
+"""A confidence head fitted anew: the regression, what it is fitted on, and the folder that is written."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from modeling_dspark import DSparkModel
+from tests.builders import tiny_drafter, tiny_target
+from training import calibrate as calibrate_module
+from training.refit_confidence import Recorder, RefitArguments, fit_head, head_inputs, refit
+from training.rounds import make_engine
+
+
+def planted(count: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:
+    """Inputs, outcomes drawn from a known head, and that head."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = nn.Linear(6, 1)
+    with torch.no_grad():
+        truth.weight.copy_(torch.tensor([[1.0, -2.0, 0.5, 0.0, 0.0, 1.5]]))
+        truth.bias.fill_(-0.7)
+        inputs = torch.randn(count, 6, generator=generator) * torch.tensor([1.0, 0.1, 3.0, 1.0, 1.0, 1.0]) + 0.3
+        outcomes = torch.rand(count, generator=generator) < torch.sigmoid(truth(inputs).squeeze(-1))
+    return inputs, outcomes, truth
+
+
+def test_the_regression_finds_a_planted_head():
+    inputs, outcomes, truth = planted(40_000)
+    fitted = fit_head(nn.Linear(6, 1), inputs, outcomes, weight_decay=0.0)
+    # Standard errors here are about 0.015, ten times that for the input with a spread of 0.1.
+    tolerance = torch.tensor([[0.08, 0.6, 0.05, 0.08, 0.08, 0.08]])
+    assert ((fitted.weight - truth.weight).abs() < tolerance).all()
+    assert abs(float((fitted.bias - truth.bias).detach())) < 0.2
+
+
+def test_a_strong_penalty_keeps_the_head_and_moves_only_the_offset():
+    inputs, outcomes, _ = planted(5_000)
+    head = nn.Linear(6, 1)
+    fitted = fit_head(head, inputs, outcomes, weight_decay=100.0)
+    torch.testing.assert_close(fitted.weight, head.weight, atol=1e-3, rtol=0)
+    assert abs(torch.sigmoid(fitted(inputs)).mean() - outcomes.float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_recorded_inputs_give_the_logits_of_the_head(with_markov):
+    """Each recorded input, put through the head, is a logit the engine recorded; outcomes are leading acceptances."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, confidence_head_with_markov=with_markov)
+    engine = make_engine(drafter, target, 0.0)
+    recorder = Recorder(drafter, engine)
+    requests = [engine.add_request(torch.tensor(prompt), max_new_tokens=12) for prompt in ([5, 6, 7], [9], [4, 8])]
+    while engine.requests:
+        engine.step()
+    assert len(recorder.inputs) == len(recorder.outcomes) > 0
+    logits = torch.cat([drafter.confidence_head.proj(item.float()).squeeze(-1) for item in recorder.inputs])
+    expected = sorted(
+        value
+        for request in requests
+        for values, accepted, verified in zip(
+            request.statistics.confidence_logits,
+            [a for a, d in zip(request.statistics.accepted, request.statistics.drafted, strict=True) if d],
+            [v for v, d in zip(request.statistics.verified, request.statistics.drafted, strict=True) if d],
+            strict=True,
+        )
+        for value in values[: min(accepted + 1, verified)]
+    )
+    # A text that ends at a kept draft hides the slot behind it, so a few recorded logits may be missing here.
+    assert len(expected) - len(requests) <= len(logits) <= len(expected)
+    distances = (logits[:, None] - torch.tensor(expected)).abs().min(dim=1).values
+    assert distances.max() < 2e-2  # inputs are kept in half precision
+
+
+def test_head_inputs_of_a_drafter_without_a_markov_input():
+    drafter = tiny_drafter(tiny_target("llama"), confidence_head_with_markov=False)
+    hidden = torch.randn(2, 4, 32)
+    assert head_inputs(drafter, hidden, torch.zeros(2, 4, dtype=torch.long), torch.zeros(2).long()) is hidden
+
+
+@pytest.fixture
+def workspace(tmp_path, tiny_tokenizer, monkeypatch):
+    target = tiny_target("llama")
+    monkeypatch.setattr(calibrate_module, "load_target", lambda *_: target)
+    monkeypatch.setattr(calibrate_module, "load_tokenizer", lambda *_: tiny_tokenizer)
+    drafter = tiny_drafter(target, target_name_or_path="tiny", confidence_temperatures=[1.5] * 4)
+    drafter.save_pretrained(tmp_path / "drafter")
+    lines = [{"text": "".join(chr(97 + (7 * i + j) % 26) for j in range(3 + i % 5))} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def arguments(workspace, **fields) -> RefitArguments:
+    return RefitArguments(
+        **(
+            {
+                "drafter": str(workspace / "drafter"),
+                "prompts": str(workspace / "prompts.jsonl"),
+                "output": str(workspace / "refitted"),
+                "max_new_tokens": 24,
+                "dtype": "float32",
+                "holdout": 0.25,
+            }
+            | fields
+        )
+    )
+
+
+def test_only_the_confidence_head_changes(workspace):
+    report = refit(arguments(workspace, weight_decay=1.0))
+    assert report["loss_after"] < report["loss_before"]
+    before = load_file(workspace / "drafter" / "model.safetensors")
+    after = load_file(workspace / "refitted" / "model.safetensors")
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    drafter = DSparkModel.from_pretrained(workspace / "refitted")
+    assert drafter.config.confidence_temperatures is None  # those were the old head's
+    with pytest.raises(ValueError, match="holds a drafter already.*--overwrite"):
+        arguments(workspace)
+
+
+def test_mistakes_are_named(workspace):
+    with pytest.raises(ValueError, match="own folder"):
+        arguments(workspace, output=str(workspace / "drafter"))
+    with pytest.raises(ValueError, match="weight_decay.*-1"):
+        arguments(workspace, weight_decay=-1.0)
+    with pytest.raises(ValueError, match="no config.json|config.json"):
+        refit(arguments(workspace, drafter=str(workspace / "nowhere")))
