@@ -1,11 +1,11 @@
 """Whether assisted greedy decoding gives the target's own text, token for token, on evaluation prompts, as JSON.
 
     python -m benchmarks.equality
-    python -m benchmarks.equality --limit 6 --max-new-tokens 32
+    python -m benchmarks.equality --limit 6 --batch-size 3 --max-new-tokens 32
 
-fp32, greedy, batch size 1, plain `generate` as the reference. The prompts take turns with the settings in `SETTINGS`.
-Finished prompts are kept in the output, so a run that was stopped goes on where it was when started again. Exit code 1
-if any output differs.
+fp32, greedy, batches of prompts of different lengths, padded left; the reference is plain `generate` of each prompt by
+itself. Batches take turns with the settings in `SETTINGS`. Finished batches are kept in the output, so a run that was
+stopped goes on where it was when started again. Exit code 1 if any output differs.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
@@ -26,9 +27,10 @@ from training.regenerate import read_jsonl
 HERE = Path(__file__).parent
 SETTINGS: list[dict[str, Any]] = [
     {},
+    {"num_assistant_tokens_schedule": "fixed"},
+    {"num_assistant_tokens_schedule": "throughput_lagged"},
     {"assistant_confidence_threshold": 0.3},
     {"num_assistant_tokens": 2},
-    {"assistant_confidence_threshold": 0.6},
 ]
 
 
@@ -42,26 +44,49 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("what to compare")
     group.add_argument("--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns`")
     group.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts")
+    group.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="prompts decoded together")
     group.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="length of the answers")
     group.add_argument("--output", default=str(HERE / "results" / "equality.json"), help="the JSON file")
     return parser.parse_args(argv)
 
 
-def compare(pair: Pair, record: dict[str, Any], settings: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """One prompt, plain and assisted: tokens, rounds, and the first difference if there is one."""
-    ids = pair.prompt_ids(record)
-    plain = timed_call(pair.target, ids, max_new_tokens=max_new_tokens, arguments={})
+def compare(
+    pair: Pair, records: list[dict[str, Any]], settings: dict[str, Any], max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """A batch assisted, its prompts plainly one by one: tokens, rounds, and the first difference if there is one."""
+    prompts = [pair.prompt_ids(record) for record in records]
     arguments = {"assistant_model": pair.drafter, **settings}
-    assisted = timed_call(pair.target, ids, max_new_tokens=max_new_tokens, arguments=arguments)
-    difference = first_difference(pair.target, ids, plain.tokens, assisted.tokens)
-    return {
-        "source": record["source"],
-        "settings": settings,
-        "new_tokens": len(plain.tokens),
-        "rounds": assisted.run.rounds,
-        "equal": difference is None,
-        "first_difference": None if difference is None else vars(difference),
-    }
+    texts, run = batch_texts(pair, prompts, max_new_tokens=max_new_tokens, arguments=arguments)
+    results = []
+    for record, prompt, text, rounds in zip(records, prompts, texts, run.requests, strict=True):
+        plain = timed_call(pair.target, prompt, max_new_tokens=max_new_tokens, arguments={})
+        difference = first_difference(pair.target, prompt, plain.tokens, text)
+        results.append(
+            {
+                "source": record["source"],
+                "settings": settings,
+                "new_tokens": len(plain.tokens),
+                "rounds": rounds.rounds,
+                "equal": difference is None,
+                "first_difference": None if difference is None else vars(difference),
+            }
+        )
+    return results
+
+
+def batch_texts(
+    pair: Pair, prompts: list[Any], *, max_new_tokens: int, arguments: dict[str, Any]
+) -> tuple[list[list[int]], Any]:
+    """New tokens of each prompt of a batch, padding left out, and the statistics of the run."""
+    width, pad = max(map(len, prompts)), pair.target.generation_config.pad_token_id
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    output = pair.target.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **arguments
+    )
+    run: Any = pair.drafter.last_run
+    lengths = [1 + sum(request.new_tokens) for request in run.requests]  # the prefill gives the first token
+    return [row[width : width + length] for row, length in zip(output.tolist(), lengths, strict=True)], run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,16 +99,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     results: list[dict[str, Any]] = []
-    key = {"drafter": describe_drafter(pair.drafter, options.drafter), "max_new_tokens": options.max_new_tokens}
+    key = {
+        "drafter": describe_drafter(pair.drafter, options.drafter),
+        "max_new_tokens": options.max_new_tokens,
+        "batch_size": options.batch_size,
+        "settings": SETTINGS,
+    }
     path = Path(options.output)
     if path.is_file():
         earlier = json.loads(path.read_text())
         if {name: earlier.get(name) for name in key} == key:
             results = earlier["prompts"][: len(records)]
-    report = {**key, "environment": environment(options.dtype), "settings": SETTINGS}
-    for index in tqdm(range(len(results), len(records)), initial=len(results), total=len(records), unit="prompt"):
-        settings = SETTINGS[index % len(SETTINGS)]
-        results.append(compare(pair, records[index], settings, options.max_new_tokens))
+    report = {**key, "environment": environment(options.dtype)}
+    size = options.batch_size
+    results = results[: len(results) // size * size]
+    for first in tqdm(range(len(results), len(records), size), unit="batch"):
+        settings = SETTINGS[first // size % len(SETTINGS)]
+        results += compare(pair, records[first : first + size], settings, options.max_new_tokens)
         write_json(path, {**report, "num_equal": sum(r["equal"] for r in results), "prompts": results})
     different = [index for index, result in enumerate(results) if not result["equal"]]
     tokens = sum(result["new_tokens"] for result in results)

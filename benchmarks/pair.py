@@ -78,7 +78,9 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         "what Transformers fills in by itself and counts as not set",
     )
     group.add_argument(
-        "--schedule", choices=SCHEDULES, help="how many drafts to verify (see docs/scheduling.md)"
+        "--schedule",
+        choices=("fixed", "confidence", "throughput", "throughput_lagged"),
+        help="how many drafts to verify (see docs/scheduling.md)",
     )
 
 

@@ -104,6 +104,20 @@ class AssistedLoop(BatchedGenerate):
         return counts_of(self.pair.drafter.last_run)
 
 
+def start_references(
+    pair: Pair, workload: Workload, concurrency: int, *, num_tokens: int = 0
+) -> dict[str, BatchedGenerate]:
+    """The references for this concurrency, warmed up, by name."""
+    loops: dict[str, BatchedGenerate] = {
+        TRANSFORMERS: BatchedGenerate(pair, workload, concurrency, num_tokens=num_tokens)
+    }
+    if concurrency == 1:
+        loops[TRANSFORMERS_LOOP] = AssistedLoop(pair, workload, num_tokens=num_tokens)
+    for loop in loops.values():
+        loop.warm_up()
+    return loops
+
+
 class _RowLimits(StoppingCriteria):
     """Each row ends at its own number of new tokens."""
 
@@ -133,4 +147,4 @@ def _not_packed(drafter: PreTrainedModel) -> Iterator[None]:
         module.why_not_packed = original
 
 
-__all__ = ["TRANSFORMERS", "TRANSFORMERS_LOOP", "AssistedLoop", "BatchedGenerate"]
+__all__ = ["TRANSFORMERS", "TRANSFORMERS_LOOP", "AssistedLoop", "BatchedGenerate", "start_references"]

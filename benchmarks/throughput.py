@@ -47,7 +47,7 @@ from benchmarks.pair import (
     positive_int,
     target_label,
 )
-from benchmarks.references import TRANSFORMERS, TRANSFORMERS_LOOP, AssistedLoop, BatchedGenerate
+from benchmarks.references import TRANSFORMERS, start_references
 from benchmarks.report import write_json
 from benchmarks.throughput_summary import DEFINITIONS, level_table, summarize_level
 
@@ -77,7 +77,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         help="about the average limit of a request; limits run from N/2 to 4N/3",
     )  # fmt: skip
     group.add_argument("--seconds", type=float, default=20.0, help="measured time of plain decoding, for each R")
-    group.add_argument("--slice-seconds", type=float, default=1.5, help="its time in a slice")
+    group.add_argument("--slice-seconds", type=float, default=1.5, help="its time in a slice, more if R is large")
     group.add_argument(
         "--references", action=argparse.BooleanOptionalAction, help="also time Transformers' own loops (default: yes)"
     )
@@ -147,8 +147,8 @@ def finished_levels(path: Path, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def start_loops(
     pair: Pair, workload: Workload, options: argparse.Namespace, *, concurrency: int, costs: Any
-) -> tuple[dict[str, Any], int, int]:
-    """Loops under way and their references; the number of tokens they have got to, and that of a slice."""
+) -> tuple[dict[str, Any], int, float]:
+    """Loops under way and their references; the number of tokens they have got to, and plain tokens per second."""
     loops: dict[str, Any] = {}
     for policy in options.policies:
         engine = make_engine(pair, policy, costs=costs, max_length=workload.max_length)
@@ -159,17 +159,11 @@ def start_loops(
     while seconds < options.slice_seconds:
         seconds += plain.step()[0]
     start = plain.num_tokens
-    slice_tokens = max(round((start - first) * options.slice_seconds / seconds), 1)
     for loop in loops.values():
         loop.run_until(start)
     if options.references:
-        loops[TRANSFORMERS] = BatchedGenerate(pair, workload, concurrency, num_tokens=start)
-        if concurrency == 1:
-            loops[TRANSFORMERS_LOOP] = AssistedLoop(pair, workload, num_tokens=start)
-        for name in (TRANSFORMERS, TRANSFORMERS_LOOP):
-            if name in loops:
-                loops[name].warm_up()
-    return loops, start, slice_tokens
+        loops |= start_references(pair, workload, concurrency, num_tokens=start)
+    return loops, start, (start - first) / seconds
 
 
 def measure_level(
@@ -177,10 +171,14 @@ def measure_level(
 ) -> dict[str, Any]:
     """Measure all policies at one concurrency, in turns."""
     facts = environment(options.dtype)
-    loops, start, slice_tokens = start_loops(pair, workload, options, concurrency=concurrency, costs=costs)
+    loops, start, rate = start_loops(pair, workload, options, concurrency=concurrency, costs=costs)
+    drafter: Any = pair.drafter
+    # More than one step can bring (whole blocks, and first tokens of requests that join), so that no slice is empty.
+    slice_tokens = max(round(rate * options.slice_seconds), concurrency * (drafter.config.block_size + 2))
+    num_slices = math.ceil(rate * options.seconds / slice_tokens)
     slices: dict[str, list[Slice]] = {name: [] for name in loops}
     order, turns = list(loops), random.Random(options.seed)
-    for number in tqdm(range(math.ceil(options.seconds / options.slice_seconds)), desc=f"{concurrency} in flight"):
+    for number in tqdm(range(num_slices), desc=f"{concurrency} in flight"):
         turns.shuffle(order)
         for name in order:
             measured = loops[name].run_until(start + (number + 1) * slice_tokens)

@@ -1,7 +1,8 @@
 """What the documentation shows works: its Python blocks run, its commands parse, its names exist.
 
 The Python blocks of a page run in order, in one process that has not imported this package, in a folder with a packaged
-drafter in `build/`. A block that cannot run is preceded by a line `<!-- not run: reason -->`.
+drafter in `build/`. Costs are measured as a user's would be, and kept apart from the user's. A block that cannot run is
+preceded by a line `<!-- not run: reason -->`.
 """
 
 import doctest
@@ -19,14 +20,24 @@ import pytest
 import typer
 from transformers import HfArgumentParser
 
+import modeling_dspark
 from hub_upload.package import package
-from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark import DSparkConfig, DSparkModel, Engine
+from modeling_dspark.configuration_dspark import SCHEDULES
+from training.targets import EMBEDDED_TARGET, resolve_target
 
 
 ROOT = Path(__file__).parents[2]
 DRAFTER = ROOT / "hub_upload" / "repos" / "dspark-smollm2-135m-instruct"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES_WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+
+# Commands whose arguments are a dataclass.
+DATACLASSES = {
+    "training.regenerate": "RegenerateArguments",
+    "training.calibrate": "CalibrateArguments",
+    "training.refit_confidence": "RefitArguments",
+}
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
@@ -93,8 +104,8 @@ def check_module(name: str, arguments: list[str]) -> None:
     module = importlib.import_module(name)
     if name == "training.train":
         module.parse_arguments(arguments)
-    elif name == "training.regenerate":
-        HfArgumentParser(module.RegenerateArguments).parse_args_into_dataclasses(arguments)
+    elif name in DATACLASSES:
+        HfArgumentParser(getattr(module, DATACLASSES[name])).parse_args_into_dataclasses(arguments)
     else:
         assert name.startswith("benchmarks."), f"`python -m {name}` is not a command of this repository"
         module.parse_options(arguments)
@@ -105,6 +116,8 @@ def workspace(tmp_path_factory):
     """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
     folder = tmp_path_factory.mktemp("docs")
     package(DRAFTER, folder / "build" / DRAFTER.name)
+    (folder / "cache").mkdir()
+    (folder / "cache" / "targets").symlink_to(Path(resolve_target(EMBEDDED_TARGET)).parent)
     return folder
 
 
@@ -116,6 +129,7 @@ def test_python_blocks_run(page, workspace):
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(workspace / f"modules-{page.stem}"),
+        "DSPARK_CACHE": str(workspace / "cache"),  # what is measured on a machine that runs tests is not for its user
     }
     result = subprocess.run(
         [sys.executable, str(script)], cwd=workspace, env=environment, capture_output=True, text=True, timeout=600
@@ -124,7 +138,8 @@ def test_python_blocks_run(page, workspace):
 
 
 def test_every_page_with_python_is_run():
-    assert {page.name for page in PAGES if script_of(page)} >= {"README.md", "index.md", "data-path.md", "lossless.md"}
+    expected = {"README.md", "index.md", "data-path.md", "lossless.md", "batching.md", "scheduling.md", "profiling.md"}
+    assert {page.name for page in PAGES if script_of(page)} >= expected
     indented = [page.name for page in PAGES if re.search(r"^ +```(python|bash)", page.read_text(), re.MULTILINE)]
     assert not indented, "indented blocks are not found by these tests"
 
@@ -142,6 +157,11 @@ def test_commands_exist(page, monkeypatch):
         "make no-such-target",
         "python -m training.train --config training/configs/smollm2-135m.yaml --no_such_flag 1",
         "python -m training.regenerate --prompts a --output b --no_such_flag 1",
+        "python -m training.calibrate --drafter a --prompts b --output c --no_such_flag 1",
+        "python -m training.refit_confidence --drafter a --prompts b",
+        "python -m benchmarks.throughput --no-such-flag",
+        "python -m benchmarks.profile --plot",
+        "python -m benchmarks.memory --batch-sizes none",
         "python -m hub_upload package only-one-argument",
         "python -m training.no_such_module",
     ],
@@ -152,7 +172,7 @@ def test_a_wrong_command_is_found(command, monkeypatch):
         check_command(command)
 
 
-@pytest.mark.parametrize("documented", [DSparkConfig, DSparkModel], ids=lambda documented: documented.__name__)
+@pytest.mark.parametrize("documented", [DSparkConfig, DSparkModel, Engine], ids=lambda documented: documented.__name__)
 def test_docstring_examples_run(documented):
     runner = doctest.DocTestRunner()
     report: list[str] = []
@@ -170,6 +190,44 @@ def test_readme_names_every_file():
     named = re.findall(r"^    (\w+\.py) ", readme, re.MULTILINE)
     folders.append(ROOT / "benchmarks")
     assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
+def data_path() -> list[str]:
+    """The files of `modeling_dspark/` in the order that import-linter holds."""
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split('containers = ["modeling_dspark"]')[1]
+    return re.findall(r'^    "(\w+)",$', contract.split("]")[0], re.MULTILINE)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [("README.md", r"^    (\w+dspark)\.py "), ("docs/data-path.md", r"^\| `(\w+dspark)\.py` \|")],
+    ids=["README.md", "data-path.md"],
+)
+def test_pages_list_the_data_path_in_its_order(page, row):
+    assert re.findall(row, (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) == data_path()
+
+
+def test_contributing_names_the_data_path_in_its_order():
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    names = [name.removesuffix("_dspark").replace("_", " ") for name in data_path()]
+    assert f"comes after it: {', '.join(names[:-1])}, modeling." in text
+
+
+def test_readme_names_every_command_of_the_benchmarks():
+    commands = [path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The files")[1]
+    assert [name for name in commands if f"    {name} " not in tree] == []
+
+
+def test_api_page_names_what_is_public():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    public = set(modeling_dspark.__all__) - {"DSparkPreTrainedModel"}  # of no use to a program
+    assert {name for name in public if f"::: modeling_dspark.{name}\n" not in page} == set()
+
+
+def test_schedules_are_documented():
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE)) == sorted(SCHEDULES)
 
 
 def test_training_page_names_real_keys():

@@ -345,6 +345,18 @@ def test_pipeline(tiny_tokenizer):
     assert drafter.last_run.rounds > 0
 
 
+def test_pipeline_of_a_batch(tiny_tokenizer):
+    target = tiny_target("llama")
+    tiny_tokenizer.padding_side = "left"
+    texts = ["abc", "Z", "hello", "the9quick", "no"]
+    kwargs = {"max_new_tokens": 12, "do_sample": False}
+    expected = [pipeline("text-generation", model=target, tokenizer=tiny_tokenizer)(text, **kwargs) for text in texts]
+    drafter = tiny_drafter(target)
+    pipe = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer, assistant_model=drafter, batch_size=3)
+    assert pipe(texts, **kwargs) == expected
+    assert len(drafter.last_run.requests) == 2  # five texts in batches of three
+
+
 class TestCriteria:
     """Criteria of the user's own, at the exact token."""
 
@@ -546,6 +558,11 @@ for name in ("one", "two", "one"):
     drafter = AutoModel.from_pretrained(sys.argv[1] + "/" + name, trust_remote_code=True)
     texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist())
     assert drafter.last_run.rounds > 0
+    drafter.last_run = None
+    door = {"custom_generate": sys.argv[1] + "/" + name, "trust_remote_code": True, "assistant_model": drafter}
+    batch = target.generate(prompt.repeat(3, 1), max_new_tokens=12, do_sample=False, **door)
+    assert len(drafter.last_run.requests) == 3
+    texts += [[row] for row in batch.tolist()]
 assert "modeling_dspark" not in sys.modules
 original = GenerationMixin._assisted_decoding._dspark_original
 assert not hasattr(original, "_dspark_original")
@@ -555,6 +572,7 @@ texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assista
 print(json.dumps(texts))
 """
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    environment["DSPARK_CACHE"] = str(tmp_path / "cache")
     result = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
     )

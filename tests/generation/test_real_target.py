@@ -26,7 +26,7 @@ def run(tmp_path, *options):
 
 
 def test_a_few_prompts(tmp_path):
-    code, report = run(tmp_path, "--limit", "4", "--max-new-tokens", "20")
+    code, report = run(tmp_path, "--limit", "4", "--batch-size", "2", "--max-new-tokens", "20")
     assert code == 0
     assert report["num_equal"] == 4
     assert any(prompt["rounds"] < prompt["new_tokens"] - 1 for prompt in report["prompts"])  # drafts were accepted

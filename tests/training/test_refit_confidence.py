@@ -39,7 +39,7 @@ def test_a_strong_penalty_keeps_the_head_and_moves_only_the_offset():
     inputs, outcomes, _ = planted(5_000)
     head = nn.Linear(6, 1)
     fitted = fit_head(head, inputs, outcomes, weight_decay=100.0)
-    torch.testing.assert_close(fitted.weight, head.weight, atol=1e-3, rtol=0)
+    torch.testing.assert_close(fitted.weight, head.weight, atol=2e-2, rtol=0)
     assert abs(torch.sigmoid(fitted(inputs)).mean() - outcomes.float().mean()) < 0.01
 
 

@@ -1,0 +1,289 @@
+"""Sampling in a batch is lossless: the texts of every row are distributed as plain sampling would draw them.
+
+- `TestJoint` draws the first three tokens of hundreds of rows at once, over a vocabulary of four, with three prompts of
+  different lengths, and compares each prompt's texts with the enumerated distribution. Schedules decide for groups of four
+  rows; confidences are sharp, so that a schedule that looks ahead shows. Broken variants fail the same test.
+- `TestRows` draws long texts of a target that looks at the last token only, in batches of four through `generate`, and
+  checks every token of every row.
+
+Seeds are fixed; chi-square at p > 0.001, shared among the tests of one run.
+"""
+
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from modeling_dspark import Engine, RoundView, Schedule, engine_dspark
+from modeling_dspark.scheduling_dspark import (
+    ConfidenceSchedule,
+    DraftSettings,
+    FixedSchedule,
+    LaggedThroughputSchedule,
+    ThroughputSchedule,
+)
+from tests.builders import tiny_drafter, tiny_target
+from tests.generation.test_sampling_lossless import p_value
+from tests.modeling.test_scheduling import GlobalSchedule, PeekingSchedule
+
+
+SIZE, LENGTH = 4, 3
+PROMPTS = [[1, 3], [2], [3, 0, 1, 2, 2]]
+COPIES = 120  # of each prompt, at once
+BATCHES = 12
+PROCESSORS = {
+    "plain": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top_k": [TopKLogitsWarper(3)],
+    "top_p": [TopPLogitsWarper(0.8)],
+    "min_p": [MinPLogitsWarper(0.15)],
+    "repetition_penalty": [RepetitionPenaltyLogitsProcessor(1.8)],
+}
+
+
+def soft_target():
+    """Distributions over four tokens that are neither flat nor peaked."""
+    target = tiny_target("qwen3", vocab_size=SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.5)
+    return target
+
+
+def sharp_drafter(target, **fields):
+    """Drafts that are often right and often wrong, with confidences near 0 and near 1 that depend on earlier tokens."""
+    drafter = tiny_drafter(target, **({"block_size": 3, "target_layer_ids": [0, 2]} | fields))
+    with torch.no_grad():
+        drafter.markov_head.markov_w2.weight.mul_(0.5)
+        drafter.confidence_head.proj.weight.mul_(4.0)
+        drafter.confidence_head.proj.bias.zero_()
+    return drafter
+
+
+@torch.no_grad()
+def exact_distribution(target, prompt, processors):
+    """Probabilities `[SIZE ** LENGTH]` of all texts after `prompt`."""
+    texts = torch.tensor(list(itertools.product(range(SIZE), repeat=LENGTH)))
+    ids = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], dim=1)
+    logits, total = target(ids).logits, torch.ones(len(texts), dtype=torch.float64)
+    for position in range(len(prompt), len(prompt) + LENGTH):
+        scores = LogitsProcessorList(processors)(ids[:, :position], logits[:, position - 1].float().clone())
+        total *= scores.softmax(-1).double().gather(1, ids[:, position : position + 1]).squeeze(1)
+    return total
+
+
+class InGroups(Schedule):
+    """A schedule that decides for four rows at a time, as if each four were a batch of their own."""
+
+    def __init__(self, make, size=4):
+        self.make, self.size, self.schedules = make, size, {}
+
+    def lengths(self, view):
+        lengths = []
+        for first in range(0, len(view.confidence), self.size):
+            rows = view.confidence[first : first + self.size]
+            schedule = self.schedules.setdefault(first, self.make())
+            lengths += schedule.lengths(RoundView(rows, num_rows=len(rows), seconds=self.seconds))
+        return lengths
+
+    def seconds(self, tokens):
+        """In steps, for one row at a time and for four: where costs are jagged, looking ahead pays."""
+        return 1.0 + 0.11 * tokens + (0.9 / self.size if tokens % 3 == 2 else 0.0)
+
+
+SCHEDULES = {
+    "fixed": FixedSchedule,
+    "confidence": lambda: ConfidenceSchedule(0.5),
+    "throughput": lambda: InGroups(ThroughputSchedule),
+    "throughput_lagged": lambda: InGroups(LaggedThroughputSchedule),
+}
+BROKEN_SCHEDULES = {
+    "global": lambda: InGroups(GlobalSchedule, size=1),
+    "peeking": PeekingSchedule,
+}
+
+
+def sampled(target, drafter, schedule, *, processors=(), costs=None, batches=BATCHES):
+    """Counts `[SIZE ** LENGTH]` of the texts of each prompt, and the drafts verified in each round of each request."""
+    powers = torch.tensor([SIZE**2, SIZE, 1])
+    counts = torch.zeros(len(PROMPTS), SIZE**LENGTH, dtype=torch.float64)
+    generator, verified = torch.Generator().manual_seed(1234), []
+    for _ in range(batches):
+        engine = Engine(
+            drafter,
+            target,
+            settings=DraftSettings(3, schedule, 0.5),
+            costs=costs,
+            do_sample=True,
+            logits_processor=LogitsProcessorList(processors),
+            batch_size=COPIES * len(PROMPTS),
+            generator=generator,
+        )
+        # Five tokens leave room for a whole block after the first one; texts are compared up to the third.
+        requests = [
+            engine.add_request(torch.tensor(prompt), max_new_tokens=LENGTH + 2) for _ in range(COPIES) for prompt in PROMPTS
+        ]
+        while engine.requests:
+            engine.step()
+        for index, request in enumerate(requests):
+            counts[index % len(PROMPTS), int((request.tokens[:LENGTH] * powers).sum())] += 1
+            verified += request.statistics.verified
+    return counts, verified
+
+
+def p_values(target, counts, processors=()):
+    return [
+        p_value(row, exact_distribution(target, prompt, list(processors)))
+        for prompt, row in zip(PROMPTS, counts, strict=True)
+    ]
+
+
+class TestJoint:
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_schedules(self, name):
+        target = soft_target()
+        counts, verified = sampled(target, sharp_drafter(target), SCHEDULES[name]())
+        assert len(set(verified)) >= 3  # lengths vary
+        assert min(p_values(target, counts)) > 0.001 / 12
+
+    @pytest.mark.parametrize("name", ["throughput", "throughput_lagged"])
+    def test_schedules_by_name_with_parking(self, name, fake_costs):
+        """All rows in one decision, with requests that step aside; the costs make that worth while for some."""
+        target = soft_target()
+        counts, verified = sampled(target, sharp_drafter(target), name, costs=fake_costs, batches=8)
+        assert 0 < sum(length > 0 for length in verified) < len(verified)
+        assert min(p_values(target, counts)) > 0.001 / 6
+
+    @pytest.mark.parametrize(
+        ("processors", "schedule"),
+        [
+            ("temperature", "throughput"),
+            ("top_k", "confidence"),
+            ("top_p", "throughput_lagged"),
+            ("min_p", "fixed"),
+            ("repetition_penalty", "throughput"),
+        ],
+    )
+    def test_processors(self, processors, schedule):
+        target, given = soft_target(), PROCESSORS[processors]
+        counts, _ = sampled(target, sharp_drafter(target), SCHEDULES[schedule](), processors=given, batches=6)
+        assert min(p_values(target, counts, given)) > 0.001 / 15
+
+    @pytest.mark.parametrize("fields", [{"markov_head_type": "rnn"}, {"draft_token_ids": [0, 3]}], ids=str)
+    def test_other_drafters(self, fields):
+        target = soft_target()
+        counts, _ = sampled(target, sharp_drafter(target, **fields), SCHEDULES["throughput"](), batches=6)
+        assert min(p_values(target, counts)) > 0.001 / 6
+
+    @pytest.mark.parametrize("name", BROKEN_SCHEDULES)
+    def test_schedules_that_look_ahead_fail(self, name):
+        target = soft_target()
+        counts, _ = sampled(target, sharp_drafter(target), BROKEN_SCHEDULES[name]())
+        assert min(p_values(target, counts)) < 1e-6
+
+    @pytest.mark.parametrize("broken", ["uniform", "of another row"])
+    def test_a_wrong_draft_distribution_fails(self, broken, monkeypatch):
+        """The distribution in the acceptance is not the one that was drawn from."""
+        real = engine_dspark.accept_sampled
+
+        def wrong(draft_tokens, draft_logits, *args, **kwargs):
+            other = torch.zeros_like(draft_logits) if broken == "uniform" else draft_logits.roll(1, dims=0)
+            return real(draft_tokens, other, *args, **kwargs)
+
+        monkeypatch.setattr(engine_dspark, "accept_sampled", wrong)
+        target = soft_target()
+        counts, _ = sampled(target, sharp_drafter(target), FixedSchedule())
+        assert min(p_values(target, counts)) < 1e-6
+
+
+def last_token_target():
+    """A target whose distribution depends on the last token only: attention adds nothing."""
+    target = soft_target()
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    return target
+
+
+class TestRows:
+    ROWS = [[1, 3, 2, 2, 0], [2], [3, 0], [0, 1, 1]]
+    NEW = 450
+
+    @pytest.mark.parametrize(
+        ("schedule", "arguments", "processors"),
+        [
+            ("fixed", {}, []),
+            ("confidence", {"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+            ("throughput", {"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+            ("throughput_lagged", {}, []),
+            ("own", {"top_k": 3}, [TopKLogitsWarper(3)]),
+        ],
+    )
+    def test_every_row_of_a_batch(self, schedule, arguments, processors):
+        """Every token that `generate` draws in each row, against the exact distribution after its predecessor."""
+        target = last_token_target()
+        drafter = sharp_drafter(target, max_position_embeddings=4096)
+        width = max(map(len, self.ROWS))
+        inputs = {
+            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in self.ROWS]),
+            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.ROWS]),
+        }
+        torch.manual_seed(99)
+        output = target.generate(
+            **inputs,
+            assistant_model=drafter,
+            do_sample=True,
+            max_new_tokens=self.NEW,
+            eos_token_id=None,
+            num_assistant_tokens_schedule=InGroups(ThroughputSchedule) if schedule == "own" else schedule,
+            **({"top_k": 0} | arguments),
+        )[:, width - 1 :]
+        assert all(sum(run.accepted) > 20 for run in drafter.last_run.requests)
+        with torch.no_grad():
+            logits = target(torch.arange(SIZE)[:, None]).logits[:, -1].float()
+        exact = LogitsProcessorList(processors)(torch.arange(SIZE)[:, None], logits).softmax(-1).double()
+        for row in output:
+            pairs = torch.bincount(row[:-1] * SIZE + row[1:], minlength=SIZE**2).view(SIZE, SIZE).double()
+            for previous in range(SIZE):
+                if pairs[previous].sum() >= 25:
+                    assert p_value(pairs[previous], exact[previous]) > 0.001 / 16
+
+    def test_rows_that_end_on_their_own(self):
+        """Lengths of texts that end on a token are geometric in every row, as plain sampling has them."""
+        target = last_token_target()
+        drafter, stop, longest = sharp_drafter(target), 2, 5
+        with torch.no_grad():
+            step = target(torch.arange(SIZE)[:, None]).logits[:, -1].float().softmax(-1).double()
+        counts = torch.zeros(4, longest, dtype=torch.float64)
+        ids = torch.tensor([[1, 3], [0, 3], [3, 3], [1, 3]]).repeat(50, 1)
+        torch.manual_seed(3)
+        for schedule in ("fixed", "throughput"):
+            output = target.generate(
+                ids,
+                assistant_model=drafter,
+                do_sample=True,
+                max_new_tokens=longest,
+                eos_token_id=stop,
+                pad_token_id=stop,
+                top_k=0,
+                num_assistant_tokens_schedule=schedule,
+            )[:, 2:]
+            for row, text in enumerate(output.tolist()):
+                length = text.index(stop) + 1 if stop in text else len(text)
+                assert set(text[length:]) <= {stop}
+                counts[row % 4, length - 1] += 1
+        alive, exact = torch.zeros(SIZE, dtype=torch.float64), torch.zeros(longest, dtype=torch.float64)
+        alive[3] = 1
+        for length in range(longest):
+            alive = alive @ step
+            exact[length] = alive[stop] if length < longest - 1 else alive.sum()
+            alive[stop] = 0
+        for row in counts:
+            assert p_value(row, exact) > 0.001 / 4
