@@ -29,6 +29,7 @@ class Round:
 
     Attributes:
         drafting (`list[Request]`): Requests that drafted, in the order of the drafter's rows.
+        parked (`set[int]`): Indices of the requests that could have drafted and stepped aside.
         num_drafted (`int`): Slots drafted for each.
         proposal ([`Proposal`], *optional*): Their drafts; `None` in a plain step.
         counts (`list[int]`): Tokens to verify in each row of the target, anchors included.
@@ -36,6 +37,7 @@ class Round:
     """
 
     drafting: list[Request]
+    parked: set[int]
     num_drafted: int
     proposal: Proposal | None
     counts: list[int]
@@ -120,9 +122,11 @@ class BlockDrafter:
         caps = {request.index: min(self.settings.num_assistant_tokens, request.room - 1) for request in active}
         device = active[0].text.device
         anchors = torch.tensor([request.anchor for request in active], device=device)[:, None]
-        drafting = self._admitted([request for request in active if caps[request.index] > 0], len(active), context)
+        candidates = [request for request in active if caps[request.index] > 0]
+        drafting = self._admitted(candidates, len(active), context)
+        parked = {request.index for request in candidates} - {request.index for request in drafting}
         if not drafting:
-            return Round([], 0, None, [1] * len(active), anchors)
+            return Round([], parked, 0, None, [1] * len(active), anchors)
         num_slots = self._num_slots(len(active), len(drafting), context)
         limits = [min(caps[request.index], num_slots) for request in drafting]
         proposal = self._propose(drafting, max(limits))
@@ -138,7 +142,7 @@ class BlockDrafter:
         tokens = anchors.repeat(1, 1 + max(lengths))
         rows = torch.tensor([request.row for request in drafting], device=device)
         tokens[rows, 1:] = proposal.tokens[:, : max(lengths)].to(device)
-        return Round(drafting, max(limits), proposal, counts, tokens)
+        return Round(drafting, parked, max(limits), proposal, counts, tokens)
 
     def record(self, request: Request, *, drafted: int, accepted: int, verified: int) -> None:
         """Count what a drafting round brought a request."""

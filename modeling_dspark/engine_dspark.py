@@ -7,7 +7,7 @@ rounds. Greedy and sampling, one request and many, drafting and plain steps are 
 Shapes: `R` rows, `N = sum(1 + l_r)` packed tokens, `Q` most tokens of a row, `V` vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .block_drafter_dspark import BlockDrafter, Round
 from .costs_dspark import CostProfile
-from .drafting_dspark import argmax
 from .packed_target_dspark import PackedOutput, PackedTarget, why_not_packable
 from .packing_dspark import PackedPlan
 from .processing_dspark import RowProcessors, StopConditions
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, resolve_settings
+from .selection_dspark import Scores, TokenSelector
 from .statistics_dspark import RunStatistics
-from .verification_dspark import Verdict, accept_greedy, accept_sampled, draw
 
 
 _PREFILL_TOKENS = 2048  # prompt tokens in one forward: more saves nothing and costs memory
@@ -96,9 +95,11 @@ class Engine:
             raise ValueError(f"{type(target).__name__} cannot be decoded in a packed batch: {reason}.")
         config = drafter.config
         room = None if max_length is None else max_length + config.block_size + 1
-        self.do_sample, self.generator = do_sample, generator
         self.keep_scores, self.keep_logits, self.record_confidence = keep_scores, keep_logits, record_confidence
         self.processors = RowProcessors(logits_processor, batch_size)
+        self.selector = TokenSelector(
+            self.processors, do_sample=do_sample, generator=generator, keep_logits=keep_logits, keep_scores=keep_scores
+        )
         self.conditions = StopConditions(stopping_criteria, batch_size, eos_token_ids=eos_token_ids)
         self.drafting = BlockDrafter(
             drafter,
@@ -181,8 +182,8 @@ class Engine:
         Syncs once, since the host has to know the tokens.
         """
         owners = [request.index for request, count in zip(active, drafts.counts, strict=True) for _ in range(count)]
-        scores = self._processed(output.logits, _prefixes(active, drafts), owners)
-        verdict = self._verdict(drafts, plan, scores[1])
+        scores = self.selector.process(output.logits, _prefixes(active, drafts), owners)
+        verdict = self.selector.verdict(drafts, plan, scores.processed)
         outcome = torch.cat([verdict.num_accepted[:, None], verdict.next_tokens[:, None]], dim=1)
         table = torch.cat([outcome, drafts.tokens.to(outcome.device)], dim=1).tolist()
         kept = [[*drafted[:count], following] for count, following, _, *drafted in table]
@@ -206,20 +207,25 @@ class Engine:
             self._active.append(request)
             self.drafting.join(request)
         finished: list[Request] = []
+        for pieces in self._pieces(joining):
+            finished += self._prefill(pieces)
+        self._leave(finished)
+        return finished
+
+    def _pieces(self, joining: list[Request]) -> Iterator[list[tuple[Request, int, int]]]:
+        """Prompts cut into pieces `(request, start, count)`, and as many pieces together as one forward takes."""
         pieces: list[tuple[Request, int, int]] = []
         for request in joining:
             start = 0
             while start < len(request.prompt):
                 space = _PREFILL_TOKENS - sum(count for _, _, count in pieces)
                 if space == 0 or (pieces and pieces[-1][0] is request):
-                    finished += self._prefill(pieces)
+                    yield pieces
                     pieces, space = [], _PREFILL_TOKENS
                 count = min(len(request.prompt) - start, self._chunk_size, space)
                 pieces.append((request, start, count))
                 start += count
-        finished += self._prefill(pieces)
-        self._leave(finished)
-        return finished
+        yield pieces
 
     def _prefill(self, pieces: list[tuple[Request, int, int]]) -> list[Request]:
         """One forward over pieces of the prompts of consecutive rows; whose prompt is complete gets a token."""
@@ -237,8 +243,8 @@ class Engine:
             return []
         requests = [pieces[index][0] for index in last]
         owners = [request.index for request in requests]
-        scores = self._processed(output.logits, lambda: [request.text for request in requests], owners)
-        kept = [[token] for token in self._first_tokens(scores[1])]
+        scores = self.selector.process(output.logits, lambda: [request.text for request in requests], owners)
+        kept = [[token] for token in self.selector.first_tokens(scores.processed)]
         return self._settle(requests, kept, range(len(requests)), scores=scores)
 
     def _count(
@@ -250,7 +256,7 @@ class Engine:
             verified=verified,
             accepted=num_accepted,
             new_tokens=num_new,
-            parked=draft_row is None and self.drafting.is_active,
+            parked=request.index in drafts.parked,
         )
         if draft_row is None:
             return
@@ -263,13 +269,12 @@ class Engine:
         self,
         requests: list[Request],
         kept: list[list[int]],
-        offsets: Any,
+        offsets: Sequence[int],
         *,
-        scores: tuple[torch.Tensor | None, torch.Tensor],
+        scores: Scores,
     ) -> list[Request]:
         """Append tokens up to where each text ends; returns the requests that have finished."""
-        raw, processed = scores
-        if any(tokens[-1] >= processed.shape[-1] for tokens in kept):
+        if any(tokens[-1] >= scores.processed.shape[-1] for tokens in kept):
             raise ValueError(
                 "No token can be drawn: the logits are not numbers, or the logits processors leave no token with a finite "
                 "logit. Check the processors, or the target's dtype."
@@ -277,9 +282,9 @@ class Engine:
         for request, tokens, offset in zip(requests, kept, offsets, strict=False):
             request.append(tokens)
             if self.keep_scores:
-                request.scores += processed[offset : offset + len(tokens)].clone().unbind()
+                request.scores += scores.processed[offset : offset + len(tokens)].clone().unbind()
             if self.keep_logits:
-                request.logits += raw[offset : offset + len(tokens)].clone().unbind()  # type: ignore[index]  # kept
+                request.logits += scores.raw[offset : offset + len(tokens)].clone().unbind()
         ends = self.conditions.cut(
             [(request.text, len(tokens)) for request, tokens in zip(requests, kept, strict=True)],
             rows=[request.index for request in requests],
@@ -304,58 +309,6 @@ class Engine:
                 self._active[row], last.row = last, row
             request.row = None
             self.drafting.leave(request)
-
-    def _processed(
-        self, logits: torch.Tensor, prefixes: Callable[[], list[torch.Tensor]], owners: list[int]
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Raw logits (where they are kept) and processed ones `[N, V]`, in fp32 unless only their order matters."""
-        if not (self.processors or self.do_sample or self.keep_scores or self.keep_logits):
-            return None, logits
-        logits = logits.to(torch.float32, copy=True)
-        raw = logits.clone() if self.keep_logits and self.processors else logits
-        return raw, self.processors(logits, prefixes, owners)
-
-    def _first_tokens(self, processed: torch.Tensor) -> list[int]:
-        """Tokens after prompts: nothing was drafted, so a bonus token is drawn or the argmax taken."""
-        if not self.do_sample:
-            return argmax(processed).tolist()
-        return draw(processed.softmax(dim=-1), self.generator).tolist()
-
-    def _verdict(self, drafts: Round, plan: PackedPlan, processed: torch.Tensor) -> Verdict:
-        """Compare drafts and target, for all rows at once."""
-        device = processed.device
-        lengths = torch.tensor(drafts.counts, device=device) - 1
-        draft_tokens = drafts.tokens[:, 1:].to(device)
-        if not self.do_sample:
-            return accept_greedy(draft_tokens, plan.unpack(argmax(processed)), lengths)
-        positions = plan.unpack(torch.arange(len(processed), device=device))
-        num_rows, longest = draft_tokens.shape
-        if not longest:
-            nothing = processed.new_zeros(num_rows, 0, 1)
-            return accept_sampled(
-                draft_tokens, nothing, processed, lengths, positions=positions, generator=self.generator
-            )
-        proposal: Any = drafts.proposal  # something was drafted
-        rows = torch.tensor([request.row for request in drafts.drafting], device=device)
-        return accept_sampled(
-            draft_tokens,
-            _to_rows(proposal.logits[:, :longest].to(device), rows, num_rows),
-            processed,
-            lengths,
-            draft_columns=_to_rows(proposal.columns[:, :longest].to(device), rows, num_rows),
-            draft_token_ids=proposal.token_ids,
-            positions=positions,
-            generator=self.generator,
-        )
-
-
-def _to_rows(drafting: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Values of the rows that draft `[n, ...]` at their place in all rows `[R, ...]`; nothing is read of the others."""
-    if len(rows) == num_rows and bool((rows == torch.arange(num_rows, device=rows.device)).all()):
-        return drafting
-    placed = drafting.new_zeros(num_rows, *drafting.shape[1:])
-    placed[rows] = drafting
-    return placed
 
 
 def _prefixes(active: list[Request], drafts: Round) -> Callable[[], list[torch.Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import initialization as init
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput, logging
 
@@ -72,9 +73,10 @@ class DSparkPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MarkovHead):
+        head = getattr(self, "markov_head", None)
+        if head is not None and module is head.markov_w2:
             # A zero W2 starts from the plain backbone; W1 alone breaks the symmetry.
-            nn.init.zeros_(module.markov_w2.weight)
+            init.zeros_(module.weight)
 
 
 class DSparkModel(DSparkPreTrainedModel):

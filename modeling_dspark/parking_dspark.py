@@ -12,7 +12,10 @@ from dataclasses import dataclass
 _PRIOR_GAIN = 0.6  # accepted drafts a round that a drafter nothing is known about is given credit for,
 _PRIOR_BUDGET = 1.0  # the drafts it verifies for that,
 _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are found out after two or three
-_FORGETTING = 0.9  # weight of a round against the one after it
+_POOL_WEIGHT = (
+    6.0  # rounds of its own against which a request is judged by what all others got: a few misses are chance
+)
+_FORGETTING = 0.95  # weight of a round against the one after it
 _POOL_FORGETTING = 0.995
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
@@ -34,11 +37,11 @@ class _Mean:
         self.gain += (gain - self.gain) / self.weight
         self.budget += (budget - self.budget) / self.weight
 
-    def with_prior(self, gain: float, budget: float) -> tuple[float, float]:
-        total = self.weight + _PRIOR_WEIGHT
+    def with_prior(self, gain: float, budget: float, weight: float) -> tuple[float, float]:
+        total = self.weight + weight
         return (
-            (self.gain * self.weight + gain * _PRIOR_WEIGHT) / total,
-            (self.budget * self.weight + budget * _PRIOR_WEIGHT) / total,
+            (self.gain * self.weight + gain * weight) / total,
+            (self.budget * self.weight + budget * weight) / total,
         )
 
 
@@ -47,7 +50,7 @@ class RequestEstimate:
 
     def __init__(self) -> None:
         self.mean = _Mean(_FORGETTING)
-        self.wait = _FIRST_WAIT
+        self.wait: int | None = None  # rounds between two tries, once it steps aside
         self.retry_at: int | None = None
 
 
@@ -60,6 +63,7 @@ class Parking:
     def __init__(self) -> None:
         self._pool = _Mean(_POOL_FORGETTING)
         self._round = 0
+        self._first_wait = _FIRST_WAIT  # of a request that steps aside: longer where others have tried in vain
 
     def admit(
         self, estimates: list[RequestEstimate], *, num_rows: int, seconds: Callable[[int, int], float]
@@ -72,8 +76,8 @@ class Parking:
             seconds (callable): Cost of a round, from its verified tokens and its number of drafting rows.
         """
         self._round += 1
-        prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_BUDGET)
-        means = [estimate.mean.with_prior(*prior) for estimate in estimates]
+        prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_BUDGET, _PRIOR_WEIGHT)
+        means = [estimate.mean.with_prior(*prior, _POOL_WEIGHT) for estimate in estimates]
         order = sorted(range(len(means)), key=lambda index: -means[index][0])
         best, admitted = num_rows / seconds(num_rows, 0), 0
         expected = tokens = float(num_rows)
@@ -92,14 +96,17 @@ class Parking:
 
     def _may_draft(self, estimate: RequestEstimate, *, paying: bool) -> bool:
         if paying:
-            estimate.retry_at, estimate.wait = None, _FIRST_WAIT
+            estimate.retry_at = estimate.wait = None
+            self._first_wait = _FIRST_WAIT
             return True
-        if estimate.retry_at is None:
+        if estimate.wait is None or estimate.retry_at is None:
+            estimate.wait = self._first_wait
             estimate.retry_at = self._next_try(estimate.wait)
             return False
         if self._round < estimate.retry_at:
             return False
         estimate.wait = min(2 * estimate.wait, _LONGEST_WAIT)
+        self._first_wait = max(self._first_wait, estimate.wait)
         estimate.retry_at = self._next_try(estimate.wait)
         return True
 

@@ -37,6 +37,7 @@ _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longe
 _REPEATS = 5
 _FEWEST_REPEATS = 2
 _TRIAL_ROWS = 4
+_LOOP_VERSION = 1  # raised when a round of this code costs something else
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -114,6 +115,7 @@ def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
         "attention": target.config._attn_implementation,
         "target": _digest(target),
         "drafter": _digest(drafter),
+        "loop": _LOOP_VERSION,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -392,3 +392,10 @@ def test_target_forward_is_the_plain_one(golden_target):
     for name, prompt in golden["prompts"].items():
         output = golden_target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert output[0].tolist() == golden["target_greedy"][name]
+
+
+def test_a_fresh_sequential_head_adds_nothing():
+    """W2 is zero, so training starts from the plain backbone; W1 is not, or nothing could be learnt."""
+    drafter = DSparkModel(tiny_drafter(tiny_target("llama")).config)
+    assert not drafter.markov_head.markov_w2.weight.any()
+    assert drafter.markov_head.markov_w1.weight.any()
