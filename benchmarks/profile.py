@@ -1,7 +1,7 @@
 """What a round of the packed loop costs on this machine, as a table, as JSON and as a diagram.
 
     python -m benchmarks.profile
-    python -m benchmarks.profile --threads 2 --refresh --json costs.json --plot docs/images/cost_profile.png
+    python -m benchmarks.profile --threads 2 --refresh --json costs.json --plot docs/images/costs.png
     python -m benchmarks.profile --sglang sglang_costs.json
 
 The profile is the one that `generate` uses: it is read from the user's cache folder if it is there, and measured (some

@@ -37,7 +37,7 @@ Points = list[tuple[int, float, float]]  # concurrency, tokens/s, tokens/s a req
 
 
 def plot_throughput(report: dict[str, Any], folder: str | Path, *, lines: Sequence[str] | None = None) -> list[Path]:
-    """Write `throughput_concurrency.png` and `throughput_frontier.png`; returns their paths.
+    """Write `throughput.png` and `throughput_per_request.png`; returns their paths.
 
     Args:
         report (`dict`): What `benchmarks.throughput` writes.
@@ -53,7 +53,7 @@ def plot_throughput(report: dict[str, Any], folder: str | Path, *, lines: Sequen
         raise ValueError(f"`--plot` needs a report that has been measured with one of {', '.join(names)}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "throughput_concurrency.png", folder / "throughput_frontier.png"]
+    paths = [folder / "throughput.png", folder / "throughput_per_request.png"]
     for path, draw in zip(paths, (_draw_concurrency, _draw_frontier), strict=True):
         figure = Figure(figsize=(8.6, 5.0), layout="constrained")
         axes = figure.subplots()

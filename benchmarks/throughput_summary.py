@@ -135,6 +135,31 @@ def level_table(level: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def throughput_table(report: Mapping[str, Any]) -> str:
+    """The report in one table, a line for each concurrency: what documentation quotes."""
+    rows = []
+    for level in report["levels"]:
+        policies, best = level["policies"], level["best_fixed"]
+        chosen = policies["throughput"]
+        reference = policies.get("transformers")
+        rows.append(
+            [
+                level["concurrency"],
+                "-" if reference is None else f"{reference['tokens_per_second']:.1f}",
+                f"{policies[PLAIN]['tokens_per_second']:.1f}",
+                "-" if best is None else f"{policies[best]['tokens_per_second']:.1f} ({best.removeprefix('fixed')})",
+                f"{chosen['tokens_per_second']:.1f}",
+                f"{chosen['ratio_to_plain']['value']:.2f}x",
+                "-" if best is None else f"{level['ratio_to_best_fixed']['throughput']['value']:.2f}x",
+                _number(chosen["tau"], ".2f"),
+                _number(chosen["verification_budget"], ".2f"),
+                _number(chosen["parked_share"], ".0%"),
+            ]
+        )
+    header = ["in flight", "transformers tok/s", "plain tok/s", "best fixed (length)", "throughput tok/s"]
+    return markdown_table([*header, "/ plain", "/ best fixed", "tau", "budget", "parked"], rows)
+
+
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     same, decoding = entry["same_text"], entry["decoding"]
     return [
@@ -161,4 +186,11 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
     return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
-__all__ = ["DEFINITIONS", "level_table", "ratio_interval", "summarize_level", "tokens_per_second"]
+__all__ = [
+    "DEFINITIONS",
+    "level_table",
+    "ratio_interval",
+    "summarize_level",
+    "throughput_table",
+    "tokens_per_second",
+]

@@ -33,6 +33,9 @@ class Curve:
     seconds: list[float]
 
     def __post_init__(self) -> None:
+        values: list[Any] = [*self.counts, *self.seconds]
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise ValueError(f"A cost curve is made of numbers, got {self.counts} and {self.seconds}.")
         rising = all(one < other for one, other in zip(self.counts, self.counts[1:], strict=False))
         falling = any(one > other for one, other in zip(self.seconds, self.seconds[1:], strict=False))
         if not 0 < len(self.counts) == len(self.seconds) or not rising or falling:
@@ -76,7 +79,8 @@ class CostProfile:
         accept ([`Curve`]): Seconds of the rest of a round that verifies `B` tokens, greedy.
         accept_sampled ([`Curve`]): The same with sampling.
         key (`dict`): What the measurement holds for: device, dtype, attention, models, versions.
-        seconds_per_logits (`float`): What logits processors add for each row of logits; it belongs to one call.
+        processing (`dict[str, float]`): Seconds that sets of logits processors take for a row of logits, by their names.
+        seconds_per_logits (`float`): That of the processors of one call.
     """
 
     verify: Curve
@@ -88,6 +92,7 @@ class CostProfile:
     accept: Curve
     accept_sampled: Curve
     key: dict[str, Any] = field(default_factory=dict)
+    processing: dict[str, float] = field(default_factory=dict)
     seconds_per_logits: float = 0.0
 
     def round_seconds(

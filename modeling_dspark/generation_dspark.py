@@ -6,7 +6,6 @@ decoded, and is refused, with the reason, where there are several.
 Shapes: `R` rows of the batch, `T` prompt length with padding, `V` vocabulary.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .cache_dspark import cache_keyword, loop_takes_embeddings, target_cache
-from .costs_dspark import CostProfile
 from .engine_dspark import Engine
 from .packed_target_dspark import why_not_packable
 from .processing_dspark import RowProcessors
-from .profiling_dspark import processing_seconds
+from .profiling_dspark import profile_of_call
 from .requests_dspark import Request
 from .scheduling_dspark import make_schedule, resolve_settings
 from .statistics_dspark import RunStatistics
@@ -166,11 +164,14 @@ def decode(  # noqa: D417 - three arguments share a line
         raise ValueError(f"A `streamer` takes one text at a time, got a batch of {rows}. Leave it out.")
     settings = resolve_settings(generation_config, drafter.config)
     wants = generation_config.return_dict_in_generate
+    costs = None
+    if make_schedule(settings).needs_costs:
+        costs = profile_of_call(drafter, target, RowProcessors(logits_processor, rows), input_ids[0])
     engine = Engine(
         drafter,
         target,
         settings=settings,
-        costs=_costs(drafter, target, input_ids, logits_processor) if make_schedule(settings).needs_costs else None,
+        costs=costs,
         do_sample=generation_config.do_sample,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -189,15 +190,6 @@ def decode(  # noqa: D417 - three arguments share a line
     drafter.last_run = RunStatistics.pooled(drafter.config.block_size, [item.statistics for item in requests])
     report_quantised(target, drafter.last_run)
     return _output(input_ids, requests, generation_config)
-
-
-def _costs(
-    drafter: Any, target: PreTrainedModel, input_ids: torch.Tensor, logits_processor: LogitsProcessorList
-) -> CostProfile:
-    """The pair's costs, and what this call's logits processors add."""
-    processors = RowProcessors(logits_processor, len(input_ids))
-    seconds = processing_seconds(processors, input_ids[0], drafter.config.vocab_size)
-    return replace(drafter.profile(target), seconds_per_logits=seconds)
 
 
 def _run(engine: Engine, requests: list[Request], streamer: Any) -> None:

@@ -15,8 +15,8 @@ _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are 
 _POOL_WEIGHT = (
     6.0  # rounds of its own against which a request is judged by what all others got: a few misses are chance
 )
-_FORGETTING = 0.95  # weight of a round against the one after it
-_POOL_FORGETTING = 0.995
+_FORGETTING = 0.92  # weight of a round against the one after it
+_POOL_FORGETTING = 0.95
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
 _EXPLORE_SLOTS = 16  # rounds

@@ -10,6 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -65,26 +66,45 @@ def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> 
         ValueError: if the target cannot be packed, or does not fit the drafter.
     """
     key = profile_key(drafter, target)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    digest = _name_of(key)
     known = _known.setdefault(target, {})
-    if digest in known and not refresh:
-        return known[digest]
-    path = costs_folder() / f"{digest}.json"
-    found = None if refresh else _stored(path, key)
-    if found is None:
-        found = measure(drafter, target)
-        try:
-            found.save(path)
-        except OSError as error:
-            logger.warning_once(f"The cost profile could not be stored, so the next program measures again: {error}.")
-    known[digest] = found
-    return found
+    if digest not in known or refresh:
+        found = None if refresh else _stored(costs_folder() / f"{digest}.json", key)
+        if found is None:
+            found = measure(drafter, target)
+            _store(found, digest)
+        known[digest] = found
+    return known[digest]
+
+
+def profile_of_call(
+    drafter: Any, target: PreTrainedModel, processors: RowProcessors, prompt: torch.Tensor
+) -> CostProfile:
+    """The costs of a call with logits processors, which are measured once for each set of them and kept with the rest.
+
+    A user's own processors are not called for it, and count as free.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): The target.
+        processors ([`RowProcessors`]): Of the call.
+        prompt (`torch.LongTensor` of shape `(n,)`): Tokens to try them on.
+    """
+    costs = profile(drafter, target)
+    name = " ".join(type(processor).__name__ for processor in processors.known)
+    if not name:
+        return costs
+    if name not in costs.processing:
+        seconds = processing_seconds(processors, prompt, drafter.config.vocab_size)
+        costs = replace(costs, processing=costs.processing | {name: seconds})
+        digest = _name_of(profile_key(drafter, target))
+        _known[target][digest] = costs
+        _store(costs, digest)
+    return replace(costs, seconds_per_logits=costs.processing[name])
 
 
 def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_size: int) -> float:
-    """What the call's logits processors cost for one row of logits; a user's own are not called and count as free."""
-    if not processors.known:
-        return 0.0
+    """Measure what Transformers' own among the processors cost for one row of logits."""
     trial = RowProcessors(processors.known, processors.batch_size)
     trial.num_pads = [0]
     logits = torch.linspace(-1.0, 1.0, vocab_size, device=prompt.device).repeat(_TRIAL_ROWS, 1)
@@ -152,7 +172,8 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
     if most_rows < 1:
         raise ValueError("There is not enough memory for a round of one request, so costs cannot be measured.")
     return _fitted(
-        {task: seconds for task, seconds in fastest.items() if task.rows <= most_rows}, profile_key(drafter, target)
+        {task: seconds for task, seconds in fastest.items() if task.rows <= most_rows},
+        profile_key(drafter, target),
     )
 
 
@@ -279,9 +300,21 @@ def _stored(path: Path, key: dict[str, Any]) -> CostProfile | None:
     return found if found.key == key else None
 
 
+def _name_of(key: dict[str, Any]) -> str:
+    """The name of the file for a key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _store(costs: CostProfile, digest: str) -> None:
+    try:
+        costs.save(costs_folder() / f"{digest}.json")
+    except OSError as error:
+        logger.warning_once(f"The cost profile could not be stored, so the next program measures again: {error}.")
+
+
 def _digest(model: PreTrainedModel) -> str:
     """A model's shape and name; weights do not change what a round costs."""
     return hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
 
 
-__all__ = ["measure", "processing_seconds", "profile", "profile_key"]
+__all__ = ["measure", "processing_seconds", "profile", "profile_key", "profile_of_call"]

@@ -147,7 +147,8 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
         raise ValueError(
             f"The refitted head is no better on the held-out slots ({report}); nothing is written. Pass more `prompts`."
         )
-    _save(arguments, fitted, report)
+    if not arguments.dry_run:
+        _save(arguments, fitted, report)
     return report
 
 

@@ -186,7 +186,7 @@ def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts
     assert all(entry["same_text"]["equal"] == entry["same_text"]["compared"] for entry in two["policies"].values())
     assert throughput.main(["--plot", str(output), "--output", str(tmp_path / "images")]) == 0
     images = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert images == ["throughput_concurrency.png", "throughput_frontier.png"]
+    assert images == ["throughput.png", "throughput_per_request.png"]
     assert throughput.main(["--plot", str(output), "--output", str(tmp_path), "--policies", "fixed9"]) == 2
     capsys.readouterr()
     assert throughput.main([*options, "--seed", "1", "--policies", "plain", "fixed1", "--no-references"]) == 0

@@ -141,11 +141,12 @@ def test_families_heads_schedules_sizes_and_padding(family, head, schedule, size
     assert sum(right.last_run.accepted) >= (10 if schedule == "own" else 15) * size
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("head", [name for name in HEADS if name != "no_confidence"])
-def test_a_drafter_of_random_weights(head, schedule):
+@pytest.mark.parametrize("index", range(10))
+def test_a_drafter_of_random_weights(index):
+    head = [name for name in HEADS if name != "no_confidence"][index % 5]
+    schedule = SCHEDULES[(index + index // 5) % 5]
     target, texts = target_of("llama"), texts_of("llama")
-    drafter = tiny_drafter(target, **HEADS[head])
+    drafter = tiny_drafter(target, seed=index, **HEADS[head])
     kwargs = {"num_assistant_tokens_schedule": schedule_of(schedule)}
     assert assisted(target, drafter, PROMPTS[:3], **kwargs) == texts[:3]
     assert sum(drafter.last_run.drafted) > 0
@@ -163,7 +164,7 @@ def test_a_cap_on_drafts_holds_for_every_row(cap):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("length", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("length", [1, 2, 7])
 def test_texts_end_at_the_longest_length(length, schedule):
     target, texts = target_of("llama"), texts_of("llama")
     expected = [text[:length] for text in texts]
@@ -181,20 +182,30 @@ def test_max_length_counts_padding_as_plain_generate_does():
     assert output == plain(target, PROMPTS, max_new_tokens=None, max_length=length)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_mixed", "gpt_oss", "gpt2"])
-@pytest.mark.parametrize("chunk", [None, 1, 7, 33])
-def test_long_and_short_prompts_in_chunks(family, chunk, monkeypatch):
-    """Prompts far longer than windows and than what is attended to in one padded call, in forwards of 64 tokens."""
-    target = target_of(family)
-    if chunk == 7:
-        monkeypatch.setattr(engine_dspark, "_PREFILL_TOKENS", 64)
+@lru_cache
+def long_case(family):
+    """Prompts far longer than windows and than what is attended to in one padded call, short ones, and their texts."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (70, 1, 34, 33, 5)]
-    texts = [alone(target, prompt, max_new_tokens=10) for prompt in prompts]
+    return prompts, [alone(target_of(family), prompt, max_new_tokens=8) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "side"),
+    [
+        *((family, None, "left") for family in ("llama", "mistral", "gemma2", "gemma3_mixed", "gpt_oss", "gpt2")),
+        *((family, 7, "right") for family in ("llama", "mistral", "gemma3_mixed", "gpt_oss")),
+        ("gpt_oss", 33, "left"),
+        ("gemma2", 33, "right"),
+        ("mistral", 1, "left"),
+    ],
+)
+def test_long_and_short_prompts_in_chunks(family, chunk, side, monkeypatch):
+    target, (prompts, texts) = target_of(family), long_case(family)
+    if chunk == 7:  # more prompt tokens than one forward takes
+        monkeypatch.setattr(engine_dspark, "_PREFILL_TOKENS", 64)
     drafter = wrong_drafter(target, prompts, texts)
-    for side in ("left", "right"):
-        kwargs = {"side": side, "max_new_tokens": 10, "prefill_chunk_size": chunk}
-        assert assisted(target, drafter, prompts, **kwargs) == texts
+    assert assisted(target, drafter, prompts, side=side, max_new_tokens=8, prefill_chunk_size=chunk) == texts
 
 
 def test_a_mask_of_ones_and_no_mask_are_the_same():
@@ -206,7 +217,7 @@ def test_a_mask_of_ones_and_no_mask_are_the_same():
 
 
 def test_the_place_of_a_row_does_not_matter():
-    target, texts = target_of("gpt_oss"), texts_of("gpt_oss")
+    target, texts = target_of("qwen3"), texts_of("qwen3")
     drafter = wrong_drafter(target, PROMPTS, texts)
     generator = torch.Generator().manual_seed(0)
     for schedule in SCHEDULES:
@@ -229,7 +240,7 @@ class TestEnds:
     """Rows end at different times, inside accepted blocks."""
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
-    @pytest.mark.parametrize("first", [0, 1, 4])
+    @pytest.mark.parametrize("first", [0, 3])
     def test_end_of_text_tokens(self, first, schedule):
         """The tokens at which rows end are taken from the middle of their own texts, one of each."""
         target, texts = target_of("llama"), texts_of("llama")
@@ -404,19 +415,18 @@ class TestProcessors:
         texts = [alone(target, prompt, **processors) for prompt in PROMPTS]
         unlike = [text[: len(other)] != other for text, other in zip(texts_of("llama"), texts, strict=True)]
         assert sum(unlike) > 2  # the processor does something
-        for drafter in drafters_of(target, PROMPTS, texts):
-            for side, schedule in (("left", "fixed"), ("right", "throughput")):
-                kwargs = {"side": side, "num_assistant_tokens_schedule": schedule, **processors}
-                assert assisted(target, drafter, PROMPTS, **kwargs) == filled(texts)
-                assert sum(drafter.last_run.accepted) > 0
+        settings = (("left", "throughput"), ("right", "fixed"))
+        for drafter, (side, schedule) in zip(drafters_of(target, PROMPTS, texts), settings, strict=True):
+            kwargs = {"side": side, "num_assistant_tokens_schedule": schedule, **processors}
+            assert assisted(target, drafter, PROMPTS, **kwargs) == filled(texts)
+            assert sum(drafter.last_run.accepted) > 0
 
     @pytest.mark.parametrize("processors", PADDED_PROCESSORS, ids=str)
     def test_processors_see_the_padding_that_plain_generate_shows_them(self, processors):
         target = target_of("llama")
         texts = plain(target, PROMPTS, **processors)
-        for drafter in drafters_of(target, PROMPTS, texts):
-            assert assisted(target, drafter, PROMPTS, **processors) == texts
-            assert assisted(target, drafter, PROMPTS, side="right", **processors) == texts
+        for drafter, side in zip(drafters_of(target, PROMPTS, texts), ("left", "right"), strict=True):
+            assert assisted(target, drafter, PROMPTS, side=side, **processors) == texts
             assert sum(drafter.last_run.accepted) > 0
 
     def test_processors_of_the_users_own_find_their_row(self):
@@ -435,10 +445,8 @@ class TestProcessors:
 
         texts = plain(target, PROMPTS, prefix_allowed_tokens_fn=allowed)
         assert texts != plain(target, PROMPTS)
-        for drafter in drafters_of(target, PROMPTS, texts):
-            for side in ("left", "right"):
-                output = assisted(target, drafter, PROMPTS, side=side, prefix_allowed_tokens_fn=allowed)
-                assert output == texts
+        for drafter, side in zip(drafters_of(target, PROMPTS, texts), ("left", "right"), strict=True):
+            assert assisted(target, drafter, PROMPTS, side=side, prefix_allowed_tokens_fn=allowed) == texts
 
     def test_prefix_allowed_tokens_fn_is_asked_about_texts_of_its_own_row_only(self):
         """A grammar for each row has nothing to say about the text of another."""
@@ -587,7 +595,7 @@ class TestEngine:
         return {name: request.tokens.tolist() for name, request in requests.items()}
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_requests_that_join_and_leave(self, schedule, seed, fake_costs):
         target, texts = target_of("mistral"), texts_of("mistral")
         generator = torch.Generator().manual_seed(seed)
@@ -600,9 +608,9 @@ class TestEngine:
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_the_order_of_requests_does_not_matter(self, schedule, fake_costs):
-        target, texts = target_of("gpt_oss"), texts_of("gpt_oss")
+        target, texts = target_of("llama"), texts_of("llama")
         drafter = wrong_drafter(target, PROMPTS, texts)
-        for order in (range(7), reversed(range(7)), [3, 0, 6, 2, 5, 1, 4]):
+        for order in (range(7), [3, 0, 6, 2, 5, 1, 4]):
             arrivals = [(0, row, PROMPTS[row], 4 + 2 * row) for row in order]
             output = self.run(self.engine(drafter, target, schedule, fake_costs), arrivals)
             assert output == {row: texts[row][: 4 + 2 * row] for row in range(7)}

@@ -225,6 +225,7 @@ def last_token_target():
     with torch.no_grad():
         for layer in target.model.layers:
             layer.self_attn.o_proj.weight.zero_()
+        target.lm_head.weight.mul_(0.4)
     return target
 
 
@@ -261,7 +262,7 @@ class TestRows:
             num_assistant_tokens_schedule=InGroups(ThroughputSchedule) if schedule == "own" else schedule,
             **({"top_k": 0} | arguments),
         )[:, width - 1 :]
-        assert sum(drafter.last_run.accepted) > 40
+        assert sum(drafter.last_run.accepted) > 25
         with torch.no_grad():
             logits = target(torch.arange(SIZE)[:, None]).logits[:, -1].float()
         exact = LogitsProcessorList(processors)(torch.arange(SIZE)[:, None], logits).softmax(-1).double()
