@@ -19,6 +19,7 @@ from modeling_dspark import DSparkConfig
 
 AUTO_MAP = {"AutoConfig": "configuration_dspark.DSparkConfig", "AutoModel": "modeling_dspark.DSparkModel"}
 _DRAFTER_FILES = ("config.json", "model.safetensors", "README.md")
+_OPTIONAL_FILES = ("calibration.json",)  # temperatures and what they are worth, in SGLang's form
 
 
 def remote_code_files() -> list[Path]:
@@ -56,7 +57,8 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
     try:
         new.mkdir()
         (new / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
-        for path in (source / "model.safetensors", source / "README.md", *remote_code_files()):
+        optional = [source / name for name in _OPTIONAL_FILES if (source / name).is_file()]
+        for path in (source / "model.safetensors", source / "README.md", *optional, *remote_code_files()):
             shutil.copyfile(path, new / path.name)
         (new / "custom_generate").mkdir()
         shutil.copyfile(custom_generate_file(), new / "custom_generate" / "generate.py")
@@ -110,7 +112,7 @@ def _check_output(source: Path, target: Path, overwrite: bool) -> None:
         raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier package, or another folder.")
     if not target.is_dir() or not (target / "config.json").is_file():
         raise ValueError(f"`{target}` exists and is not an earlier package, so it is not replaced.")
-    written = {*_DRAFTER_FILES, "custom_generate", *(path.name for path in remote_code_files())}
+    written = {*_DRAFTER_FILES, *_OPTIONAL_FILES, "custom_generate", *(path.name for path in remote_code_files())}
     foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
     if foreign:
         raise ValueError(f"`{target}` holds files that no package has ({foreign[:5]}), so it is not replaced.")

@@ -59,11 +59,11 @@ class RaggedCache:
 
     def swap_rows(self, one: int, other: int) -> None:
         """Let two rows trade places."""
+        self.reserve(self.capacity)  # a row that has only just joined has no place yet
         longest = max(self.lengths[one], self.lengths[other])
         for buffers in self._buffers.values():
             for buffer in buffers:
-                if max(one, other) < buffer.shape[0]:
-                    buffer[[one, other], :longest] = buffer[[other, one], :longest]
+                buffer[[one, other], :longest] = buffer[[other, one], :longest]
         self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     def drop_row(self, row: int) -> None:
@@ -71,6 +71,7 @@ class RaggedCache:
         last = len(self.lengths) - 1
         length = self.lengths[last]
         if row != last:
+            self.reserve(self.capacity)
             for buffers in self._buffers.values():
                 for buffer in buffers:
                     buffer[row, :length] = buffer[last, :length]

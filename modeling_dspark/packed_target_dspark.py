@@ -156,10 +156,12 @@ def _missing_windows(target: PreTrainedModel, windows: list[int | None]) -> str 
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
         slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-        expected = [bool(slides)] * len(windows)
+        expected = [bool(slides)] * text.num_hidden_layers
     else:
         expected = [kind == "sliding_attention" for kind in kinds]
-    if len(windows) != len(expected) or any(want and not got for want, got in zip(expected, windows, strict=True)):
+    if len(windows) != len(expected):
+        return f"{len(windows)} of its {len(expected)} layers attend through Transformers' attention interface"
+    if any(want and not got for want, got in zip(expected, windows, strict=True)):
         return "its attention function is not told about the sliding window of every layer"
     return None
 

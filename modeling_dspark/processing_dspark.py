@@ -93,6 +93,8 @@ class RowProcessors:
             made = prefixes() if made is None else made
             if _is_known(processor, _ROW_FREE):
                 logits = self._by_length(processor, logits, made, rows)
+            elif _is_known(processor, {"PrefixConstrainedLogitsProcessor"}):
+                logits = _constrained(processor, logits, made, rows)
             else:
                 logits = self._in_own_row(processor, logits, made, rows)
         return logits
@@ -220,6 +222,17 @@ def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, int]]) -> list[
             if stop:
                 ends[index] = min(length, ends[index] or length)
     return ends
+
+
+def _constrained(processor: Any, logits: torch.Tensor, prefixes: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+    """`prefix_allowed_tokens_fn` is asked about each row by its number, and about no other."""
+    allowed = processor._prefix_allowed_tokens_fn
+    processed = []
+    for position, (prefix, row) in enumerate(zip(prefixes, rows, strict=True)):
+        of_row = copy.copy(processor)
+        of_row._prefix_allowed_tokens_fn = lambda _, text, row=row: allowed(row, text)
+        processed.append(of_row(prefix[None], logits[position : position + 1]))
+    return torch.cat(processed)
 
 
 def _is_known(processor: Any, names: set[str]) -> bool:

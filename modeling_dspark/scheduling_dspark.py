@@ -76,6 +76,11 @@ class Schedule:
     needs_confidence = True
     needs_costs = False
 
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
+
     def lengths(self, view: RoundView) -> list[int]:
         """Draft tokens to verify in each row: a prefix, so at most `len(view.confidence[r])`."""
         raise NotImplementedError
@@ -234,7 +239,7 @@ def checked_lengths(schedule: Any, view: RoundView) -> list[int]:
         int(length) != length or not 0 <= length <= limit for length, limit in zip(lengths, most, strict=True)
     ):
         raise ValueError(
-            f"The schedule {type(schedule).__name__} returned the lengths {lengths}; it must return one integer a row, "
+            f"The schedule {schedule.name} returned the lengths {lengths}; it must return one integer a row, "
             f"between 0 and {most}."
         )
     return [int(length) for length in lengths]
@@ -247,6 +252,11 @@ class _Adapted(Schedule):
         self.needs_confidence = getattr(schedule, "needs_confidence", True)
         self.needs_costs = getattr(schedule, "needs_costs", False)
         self.lengths = schedule.lengths  # type: ignore[method-assign]
+        self._name = type(schedule).__name__
+
+    @property
+    def name(self) -> str:
+        return self._name
 
 
 def _by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:

@@ -5,14 +5,16 @@ on the same batch too, whose padding behind finished rows is part of its output.
 """
 
 import copy
+import itertools
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_dspark import CostProfile, Engine, Schedule, engine_dspark
+from modeling_dspark import CostProfile, Engine, Schedule, engine_dspark, profiling_dspark
 from modeling_dspark.costs_dspark import Curve
 from modeling_dspark.scheduling_dspark import DraftSettings
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
@@ -662,6 +664,20 @@ class TestSeeds:
             set_seed(seed)
             outputs.append(assisted(target, drafter, PROMPTS, num_assistant_tokens_schedule=schedule_of(schedule), **self.KWARGS))
         assert outputs[0] == outputs[1] != outputs[2]
+
+    def test_set_seed_repeats_a_batch_whatever_processors_cost(self, monkeypatch):
+        """A clock that runs ever faster: what is measured twice is dearer the second time, and must not matter."""
+        ticks = (1e-6 * 10.0**index for index in itertools.count())
+        monkeypatch.setattr(profiling_dspark, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        target = varied_target("llama")
+        drafter = wrong_drafter(target, PROMPTS, texts_of("llama"))
+        kwargs = self.KWARGS | {"top_k": 9, "temperature": 0.8, "num_assistant_tokens_schedule": "throughput"}
+        outputs = []
+        for _ in range(3):
+            set_seed(11)
+            outputs.append(assisted(target, drafter, PROMPTS, **kwargs))
+            assert sum(drafter.last_run.drafted) > 0
+        assert outputs[0] == outputs[1] == outputs[2]
 
     def test_a_generator_repeats_a_batch_and_leaves_the_global_one_alone(self):
         target = target_of("llama")

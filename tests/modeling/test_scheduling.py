@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, profiling_dspark
 from modeling_dspark.costs_dspark import Curve
-from modeling_dspark.parking_dspark import Parking, RequestEstimate
+from modeling_dspark.parking_dspark import BlockLength, Parking, RequestEstimate
 from modeling_dspark.profiling_dspark import measure, profile, profile_key
 from modeling_dspark.scheduling_dspark import (
     ConfidenceSchedule,
@@ -868,6 +868,37 @@ class TestParking:
 
     def test_no_requests(self):
         assert Parking().admit([], num_rows=3, seconds=lambda *_: 1.0) == []
+
+
+class TestBlockLength:
+    """How many slots are drafted, where a slot costs a part of a round."""
+
+    def choices(self, right, *, cost, rounds=320, rows=1):
+        """Choices of `rounds` rounds in which the first `right(round)` drafts of a block are right."""
+        length, chosen = BlockLength(7), []
+        for number in range(rounds):
+            chosen.append(length.choose(num_rows=rows, num_drafting=rows, seconds=lambda _, slots: 1.0 + cost * slots))
+            for _ in range(rows):
+                length.record(num_slots=chosen[-1], accepted=min(right(number), chosen[-1]), verified=chosen[-1])
+        assert all(1 <= choice <= 7 for choice in chosen)
+        return chosen
+
+    @pytest.mark.parametrize("rows", [1, 8])
+    @pytest.mark.parametrize("right", [1, 2, 4, 7])
+    def test_slots_that_bring_nothing_are_not_drafted(self, right, rows):
+        chosen = self.choices(lambda _: right, cost=0.05, rows=rows)
+        assert sum(choice == right for choice in chosen[-64:]) >= 60
+
+    def test_slots_that_cost_nothing_are_all_drafted(self):
+        assert set(self.choices(lambda number: number % 3, cost=0.0)) == {7}
+
+    def test_all_slots_are_tried_now_and_then(self):
+        """So that a text that becomes easy is noticed."""
+        chosen = self.choices(lambda _: 1, cost=0.2)
+        assert all(7 in chosen[first : first + 16] for first in range(0, 304))
+        chosen = self.choices(lambda number: 7 if number >= 200 else 0, cost=0.05, rounds=1400, rows=4)
+        assert sum(chosen[100:200]) < 250
+        assert min(chosen[-64:]) == 7
 
 
 def test_decisions_of_a_round_take_little_time(fake_costs):
