@@ -207,7 +207,7 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
         report,
         fit=calibration_report(fit_rounds, temperatures),
         held_out_rounds=held_out_rounds,
-        details={"settings": settings, "arguments": asdict(arguments)} | sample_counts(fit, held_out),
+        details={"settings": settings, "arguments": _named(arguments)} | sample_counts(fit, held_out),
         dataset=Path(arguments.prompts).name,
     )
     tqdm.write(table(report))
@@ -215,6 +215,12 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     if not arguments.dry_run and _helps(report):
         write_temperatures(Path(arguments.drafter), temperatures)
     return report
+
+
+def _named(arguments: CalibrateArguments) -> dict[str, Any]:
+    """The arguments for the report, which may be published: files and folders by their names alone."""
+    names = {name: Path(value).name for name in ("drafter", "prompts", "output") if (value := getattr(arguments, name))}
+    return asdict(arguments) | names
 
 
 def _helps(report: CalibrationReport) -> bool:
