@@ -141,9 +141,9 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         cache=cache,
         context_lengths=context_lengths,
     )
-    # Contiguous, since a linear layer over a slice of several rows copies its weight for each of them.
-    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens].contiguous()
-    base_logits = binding.draft_logits(hidden)
+    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens]
+    # One matrix, since a linear layer over a slice of three dimensions copies its weight for each row.
+    base_logits = binding.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
     previous, state = anchor_tokens.to(hidden.device), None
     tokens: list[torch.Tensor] = []
     columns: list[torch.Tensor] = []
