@@ -1,8 +1,9 @@
 """Stepping aside: which requests draft in the next round, and how many slots, from measured costs and past rounds only.
 
-Each request keeps a running estimate of what a drafting round brought it. The requests for which drafting raises the
-expected tokens per second of the whole round draft; the others decode plainly and try again later, at growing
-distances. All of it is known before the next block is drafted, so the choice may be the best one over all of them.
+Each request keeps a running estimate of what a drafting round brought it. As many requests draft, the most promising
+first, as the expected tokens per second of the whole round allow; one more that costs next to nothing drafts along, since
+a batch is done when its slowest request is. The others decode plainly and try again later, at growing distances. All of
+it is known before the next block is drafted, so the choice may be the best one over all of them.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,9 @@ _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are 
 _POOL_WEIGHT = (
     6.0  # rounds of its own against which a request is judged by what all others got: a few misses are chance
 )
-_FORGETTING = 0.92  # weight of a round against the one after it
-_POOL_FORGETTING = 0.95
+_FORGETTING = 0.95  # weight of a round against the one after it: long enough that chance seldom parks a fair request
+_POOL_FORGETTING = 0.96
+_WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
 _EXPLORE_SLOTS = 16  # rounds
@@ -66,7 +68,7 @@ class Parking:
         self._first_wait = _FIRST_WAIT  # of a request that steps aside: longer where others have tried in vain
 
     def admit(
-        self, estimates: list[RequestEstimate], *, num_rows: int, seconds: Callable[[int, int], float]
+        self, estimates: list[RequestEstimate], *, num_rows: int, seconds: Callable[[float, int], float]
     ) -> list[int]:
         """Indices into `estimates` of the requests that draft in this round.
 
@@ -79,14 +81,13 @@ class Parking:
         prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_BUDGET, _PRIOR_WEIGHT)
         means = [estimate.mean.with_prior(*prior, _POOL_WEIGHT) for estimate in estimates]
         order = sorted(range(len(means)), key=lambda index: -means[index][0])
-        best, admitted = num_rows / seconds(num_rows, 0), 0
+        rates = [num_rows / seconds(num_rows, 0)]  # by the number of requests that draft, the most promising first
         expected = tokens = float(num_rows)
         for count, index in enumerate(order, 1):
             expected, tokens = expected + means[index][0], tokens + means[index][1]
-            rate = expected / seconds(round(tokens), count)
-            if rate > best:
-                best, admitted = rate, count
-        paying = set(order[:admitted])
+            rates.append(expected / seconds(tokens, count))
+        enough = max(rates[0], _WORTHWHILE * max(rates)) if max(rates) > rates[0] else float("inf")
+        paying = set(order[: max((count for count, rate in enumerate(rates) if rate >= enough), default=0)])
         return [index for index, estimate in enumerate(estimates) if self._may_draft(estimate, paying=index in paying)]
 
     def record(self, estimate: RequestEstimate, *, accepted: int, verified: int) -> None:
