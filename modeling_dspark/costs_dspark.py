@@ -54,6 +54,20 @@ class Curve:
                 blocks[-1] = [(mean * weight + last * last_weight) / (weight + last_weight), weight + last_weight]
         return cls(list(counts), [mean for mean, weight in blocks for _ in range(int(weight))])
 
+    @classmethod
+    def convex(cls, counts: Sequence[int], seconds: Sequence[float]) -> "Curve":
+        """The highest curve below noisy points whose slope never falls.
+
+        A schedule that admits drafts while they pay stops at any bump, and noise only ever adds time, so bumps are
+        taken for noise.
+        """
+        hull: list[tuple[int, float]] = []
+        for point in zip(counts, cls.smoothed(counts, seconds).seconds, strict=True):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return cls([count for count, _ in hull], [value for _, value in hull])
+
     def __call__(self, count: float) -> float:
         """Seconds at `count`."""
         counts, seconds = self.counts, self.seconds
@@ -176,6 +190,10 @@ class CostProfile:
         nothing = Curve([1], [1e-9])
         free: dict[str, Any] = {name: nothing for name in _CURVES if name != "verify"}
         return cls(verify=verify, seconds_per_context=0.0, key={"source": "sglang"}, **free)
+
+
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])
 
 
 _CURVES = ("verify", "draft", "draft_sampled", "slot", "slot_sampled", "accept", "accept_sampled")

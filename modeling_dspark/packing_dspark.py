@@ -93,6 +93,20 @@ class PackedPlan:
             self._memory[key] = (first + torch.minimum(offset, last), to_packed)
         return self._memory[key]
 
+    def folding(self, num_heads: int, groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices between heads of packed queries `[N * G * H]` and folded, padded ones `[R * H * G * Q]`, both ways."""
+        key = ("folding", num_heads, groups, device)
+        if key not in self._memory:
+            rows, most = len(self.counts), max(self.counts)
+            packed = torch.arange(self.offsets[-1], device=device)
+            heads = torch.arange(num_heads * groups, device=device)
+            padded = self.unpack(packed)  # [R, Q]
+            to_folded = padded[:, None] * len(heads) + heads[:, None]  # [R, H * G, Q]
+            place = self.pack(torch.arange(rows * most, device=device).view(rows, most))[:, None]
+            to_packed = (place // most * len(heads) + heads) * most + place % most  # [N, H * G]
+            self._memory[key] = (to_folded.flatten(), to_packed.flatten())
+        return self._memory[key]
+
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """`[R, Q, ...]` to packed `[N, ...]`."""
         padding = self.padding(padded.device)
@@ -238,9 +252,13 @@ def _attend_padded(
     plan: PackedPlan, queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: _Options
 ) -> torch.Tensor:
     """All rows in one call, short rows padded to the longest of this forward."""
-    folded, groups = fold_heads(plan.unpack(queries), key.shape[2]), queries.shape[1] // key.shape[2]
+    num_heads, groups = key.shape[2], queries.shape[1] // key.shape[2]
+    to_folded, to_packed = plan.folding(num_heads, groups, queries.device)
+    folded = queries.reshape(-1, queries.shape[2]).index_select(0, to_folded)
+    folded = folded.view(len(plan.counts), num_heads, -1, queries.shape[2])
     mask = plan.mask(folded, window=options.window, groups=groups)
-    return plan.pack(unfold_heads(_attend(folded, key, value, mask, options), groups))
+    output = _attend(folded, key, value, mask, options)
+    return output.reshape(-1, output.shape[3]).index_select(0, to_packed).view(*queries.shape[:2], output.shape[3])
 
 
 def _attend_row(

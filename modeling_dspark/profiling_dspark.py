@@ -1,7 +1,7 @@
 """Measure what rounds cost: the phases of the packed loop itself, over a grid of rows and verified tokens.
 
 Timing lives here and not in the loop. Repeats are interleaved over the grid and the fastest of each point counts, since
-other programs only ever add time; the curves are then made to rise (`Curve.smoothed`).
+other programs only ever add time; the curves are then made to rise, that of verification ever faster (`Curve.convex`).
 """
 
 import hashlib
@@ -222,13 +222,14 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
             slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
             points[f"slot{suffix}"][count] = [slot]
             points[f"draft{suffix}"][count] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
-    curves: dict[str, Any] = {name: _curve(points[name]) for name in points}
+    curves: dict[str, Any] = {name: _curve(points[name], convex=name == "verify") for name in points}
     return CostProfile(seconds_per_context=per_context, key=key, **curves)
 
 
-def _curve(points: dict[int, list[float]]) -> Curve:
+def _curve(points: dict[int, list[float]], *, convex: bool) -> Curve:
     counts = sorted(points)
-    return Curve.smoothed(counts, [sum(points[count]) / len(points[count]) for count in counts])
+    means = [sum(points[count]) / len(points[count]) for count in counts]
+    return Curve.convex(counts, means) if convex else Curve.smoothed(counts, means)
 
 
 class _Given(Schedule):
