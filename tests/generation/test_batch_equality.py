@@ -439,6 +439,25 @@ class TestProcessors:
             assert assisted(target, drafter, PROMPTS, **kwargs) == texts
             assert sum(drafter.last_run.accepted) > 0
 
+    def test_drafts_and_verification_show_processors_the_same_prefixes(self):
+        """All drafts are right, so every prefix inside a block is shown twice: where it is drafted on, and verified."""
+
+        class Keeps(LogitsProcessor):
+            seen = []
+
+            def __call__(self, input_ids, scores):
+                assert (input_ids == input_ids[0]).all()
+                self.seen.append(input_ids[0].tolist())
+                return scores
+
+        target, texts = target_of("llama"), texts_of("llama")
+        processor, drafter = Keeps(), right_drafter(target, PROMPTS[:1], texts[:1])
+        kwargs = {"logits_processor": [processor], "num_assistant_tokens_schedule": "fixed"}
+        assert assisted(target, drafter, PROMPTS[:1], max_new_tokens=11, **kwargs) == [texts[0][:11]]
+        # The prefill gives the first token; then two blocks of four drafts and a bonus token.
+        shown = [processor.seen.count(PROMPTS[0] + texts[0][:length]) for length in range(11)]
+        assert shown == [1, *[2, 2, 2, 2, 1] * 2]
+
     def test_prefix_allowed_tokens_fn_by_row(self):
         target = target_of("llama")
 
