@@ -55,18 +55,17 @@ class Curve:
         return cls(list(counts), [mean for mean, weight in blocks for _ in range(int(weight))])
 
     @classmethod
-    def convex(cls, counts: Sequence[int], seconds: Sequence[float]) -> "Curve":
-        """The highest curve below noisy points whose slope never falls.
+    def local(cls, counts: Sequence[int], seconds: Sequence[float]) -> "Curve":
+        """Noisy points, each replaced by a line fitted to its neighbourhood (two points to each side), then made to rise.
 
-        A schedule that admits drafts while they pay stops at any bump, and noise only ever adds time, so bumps are
-        taken for noise.
+        A schedule that admits drafts while they pay stops at any bump, so bumps that are noise have to go.
         """
-        hull: list[tuple[int, float]] = []
-        for point in zip(counts, cls.smoothed(counts, seconds).seconds, strict=True):
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
-                hull.pop()
-            hull.append(point)
-        return cls([count for count, _ in hull], [value for _, value in hull])
+        fitted = []
+        for index, count in enumerate(counts):
+            near = range(max(index - 2, 0), min(index + 3, len(counts)))
+            weights = [3 - abs(index - other) for other in near]
+            fitted.append(_line([counts[n] for n in near], [seconds[n] for n in near], weights, at=count))
+        return cls.smoothed(counts, fitted)
 
     def __call__(self, count: float) -> float:
         """Seconds at `count`."""
@@ -192,8 +191,16 @@ class CostProfile:
         return cls(verify=verify, seconds_per_context=0.0, key={"source": "sglang"}, **free)
 
 
-def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
-    return (other[1] - one[1]) / (other[0] - one[0])
+def _line(x: Sequence[float], y: Sequence[float], weights: Sequence[float], *, at: float) -> float:
+    """Weighted least squares: the value at `at` of the line through points."""
+    total = sum(weights)
+    mean_x = sum(w * value for w, value in zip(weights, x, strict=True)) / total
+    mean_y = sum(w * value for w, value in zip(weights, y, strict=True)) / total
+    spread = sum(w * (value - mean_x) ** 2 for w, value in zip(weights, x, strict=True))
+    if spread == 0:
+        return mean_y
+    slope = sum(w * (a - mean_x) * (b - mean_y) for w, a, b in zip(weights, x, y, strict=True)) / spread
+    return mean_y + slope * (at - mean_x)
 
 
 _CURVES = ("verify", "draft", "draft_sampled", "slot", "slot_sampled", "accept", "accept_sampled")

@@ -286,7 +286,7 @@ class Engine:
             if self.keep_logits:
                 request.logits += scores.raw[offset : offset + len(tokens)].clone().unbind()
         ends = self.conditions.cut(
-            [(request.text, len(tokens)) for request, tokens in zip(requests, kept, strict=True)],
+            [(request.text, tokens) for request, tokens in zip(requests, kept, strict=True)],
             rows=[request.index for request in requests],
             scores=[request.scores if self.keep_scores else None for request in requests],
         )

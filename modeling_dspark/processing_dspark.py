@@ -170,15 +170,15 @@ class StopConditions:
         nothing = torch.zeros(1, 0, dtype=torch.long)
         return any(bool(torch.as_tensor(clock(nothing, None)).any()) for clock in self._clocks)
 
-    def cut(self, texts: list[tuple[torch.Tensor, int]], rows: list[int], scores: list[Any]) -> list[int | None]:
+    def cut(self, texts: list[tuple[torch.Tensor, list[int]]], rows: list[int], scores: list[Any]) -> list[int | None]:
         """Length at which each text ends, or `None` where it goes on.
 
         Args:
-            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and how many of it are new.
+            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and those again on the host.
             rows (`list[int]`): The row of the user's batch that each text belongs to.
             scores (`list`): Scores `[V]` of all tokens of each text, where they are kept, else `None`.
         """
-        ends = [self._by_token(text, num_new) for text, num_new in texts]
+        ends = [self._by_token(len(text) - len(new), new) for text, new in texts]
         for criterion in self._content:
             if isinstance(criterion, StopStringCriteria):
                 found = _first_stops(criterion, texts)
@@ -189,17 +189,18 @@ class StopConditions:
             ]
         return ends
 
-    def _by_token(self, text: torch.Tensor, num_new: int) -> int | None:
-        first = len(text) - num_new
-        for length, token in enumerate(text[first:].tolist(), first + 1):
+    def _by_token(self, before: int, new: list[int]) -> int | None:
+        for length, token in enumerate(new, before + 1):
             if token in self.eos_token_ids or (self.max_length is not None and length >= self.max_length):
                 return length
         return None
 
-    def _asked(self, criterion: Any, text: tuple[torch.Tensor, int], end: int | None, row: int, scores: Any) -> Any:
+    def _asked(
+        self, criterion: Any, text: tuple[torch.Tensor, list[int]], end: int | None, row: int, scores: Any
+    ) -> int | None:
         """Ask a criterion about each new token in turn, with the text up to it, as plain decoding does."""
-        tokens, num_new = text
-        for length in range(len(tokens) - num_new + 1, (end or len(tokens)) + 1):
+        tokens, new = text
+        for length in range(len(tokens) - len(new) + 1, (end or len(tokens)) + 1):
             known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
             given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
             answer = torch.as_tensor(criterion(tokens[:length].repeat(self._batch_size, 1), given))
@@ -208,11 +209,11 @@ class StopConditions:
         return None
 
 
-def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, int]]) -> list[int | None]:
+def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, list[int]]]) -> list[int | None]:
     """Stop strings: all new tokens of all texts in one call for each length of what the criterion looks at."""
     groups: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
-    for index, (text, num_new) in enumerate(texts):
-        for length in range(len(text) - num_new + 1, len(text) + 1):
+    for index, (text, new) in enumerate(texts):
+        for length in range(len(text) - len(new) + 1, len(text) + 1):
             tail = text[max(length - criterion.maximum_token_len, 0) : length]
             groups[len(tail)].append((index, length, tail))
     ends: list[int | None] = [None] * len(texts)

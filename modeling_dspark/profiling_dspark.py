@@ -1,7 +1,7 @@
 """Measure what rounds cost: the phases of the packed loop itself, over a grid of rows and verified tokens.
 
 Timing lives here and not in the loop. Repeats are interleaved over the grid and the fastest of each point counts, since
-other programs only ever add time; the curves are then made to rise, that of verification ever faster (`Curve.convex`).
+other programs only ever add time; the curves are then made to rise, that of verification is smoothed as well (`Curve.local`).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longe
 _REPEATS = 5
 _FEWEST_REPEATS = 2
 _TRIAL_ROWS = 4
-_LOOP_VERSION = 1  # raised when a round of this code costs something else
+_LOOP_VERSION = 2  # raised when a round of this code costs something else
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -53,7 +53,7 @@ class _Task(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * (1 + self.length)
+        return self.rows + (self.length if self.kind == "ragged" else self.rows * self.length)
 
 
 def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
@@ -151,6 +151,7 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
         "greedy": _Bench(drafter, target, do_sample=False),
         "sampled": _Bench(drafter, target, do_sample=True),
         "long": _Bench(drafter, target, do_sample=False),
+        "ragged": _Bench(drafter, target, do_sample=False),
     }
     tasks = _tasks(drafter.config.block_size)
     fastest: dict[_Task, tuple[float, ...]] = {}
@@ -186,6 +187,7 @@ def _tasks(block_size: int) -> list[_Task]:
         for length in sorted(lengths[rows])
     ]
     tasks += [_Task("sampled", rows, length, length) for rows in _SAMPLED_ROWS for length in (1, block_size)]
+    tasks += [_Task("ragged", rows, block_size, block_size) for rows in _ROWS if rows > 1]
     tasks += [_Task("long", rows, 0, block_size, _LONG_CONTEXT) for rows in (1, _LONG_CONTEXT_ROWS)]
     return list(dict.fromkeys(tasks))
 
@@ -212,7 +214,8 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
         drafts[suffix][task.rows][task.num_slots] = min(
             drafting, drafts[suffix][task.rows].get(task.num_slots, drafting)
         )
-        points[f"accept{suffix}"][task.num_tokens].append(accepting)
+        if task.kind != "ragged":
+            points[f"accept{suffix}"][task.num_tokens].append(accepting)
         if task.kind == "greedy":
             without_context = verifying - per_context * task.rows * task.context
             points["verify"][task.num_tokens].append(max(without_context, 0.1 * verifying))
@@ -222,14 +225,21 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
             slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
             points[f"slot{suffix}"][count] = [slot]
             points[f"draft{suffix}"][count] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
-    curves: dict[str, Any] = {name: _curve(points[name], convex=name == "verify") for name in points}
+    curves: dict[str, Any] = {name: _curve(points[name], local=name == "verify") for name in points}
+    for task, (_, verifying, _) in fastest.items():
+        if task.kind == "ragged":  # short rows are padded to the longest one in attention: a slot costs that too
+            even = curves["verify"](task.num_tokens) + per_context * task.rows * task.context
+            for name in ("slot", "slot_sampled"):
+                points[name][task.rows].append(max(verifying - even, 0.0) / task.length)
+    for name in ("slot", "slot_sampled"):
+        curves[name] = _curve({rows: [sum(parts)] for rows, parts in points[name].items()}, local=False)
     return CostProfile(seconds_per_context=per_context, key=key, **curves)
 
 
-def _curve(points: dict[int, list[float]], *, convex: bool) -> Curve:
+def _curve(points: dict[int, list[float]], *, local: bool) -> Curve:
     counts = sorted(points)
     means = [sum(points[count]) / len(points[count]) for count in counts]
-    return Curve.convex(counts, means) if convex else Curve.smoothed(counts, means)
+    return Curve.local(counts, means) if local else Curve.smoothed(counts, means)
 
 
 class _Given(Schedule):
@@ -237,9 +247,12 @@ class _Given(Schedule):
 
     needs_confidence = True  # as the schedules that a profile is for
     length = 0
+    ragged = False  # in the first row alone
 
     def lengths(self, view: RoundView) -> list[int]:
-        return [min(self.length, len(row)) for row in view.confidence]
+        return [
+            0 if self.ragged and row else min(self.length, len(slots)) for row, slots in enumerate(view.confidence)
+        ]
 
 
 class _Bench:
@@ -256,6 +269,7 @@ class _Bench:
     def run(self, task: _Task) -> tuple[float, float, float]:
         """Seconds of drafting, of the target's forward, and of the rest of one round."""
         self._schedule.length = task.length
+        self._schedule.ragged = task.kind == "ragged"
         self._prepare(task.rows, task.context)
         settings = DraftSettings(task.num_slots, self._schedule, 0.0)
         self._engine.drafting.settings = settings

@@ -174,11 +174,19 @@ FAMILIES |= {
 
 
 def varied_target(family: str, seed: int = 0, **overrides):
-    """A random target whose text varies: where embeddings are scaled up they drown what attention adds."""
+    """A random target whose text varies and shows what attention does.
+
+    Embeddings that are scaled up would drown what attention adds; soft caps and attention sinks are of the scores' size.
+    """
+    if family == "gemma2":
+        overrides = {"attn_logit_softcapping": 1.5} | overrides
     target = tiny_target(family, seed, **overrides)
-    if family.startswith("gemma"):
-        with torch.no_grad():
+    with torch.no_grad():
+        if family.startswith("gemma"):
             target.get_input_embeddings().weight.mul_(0.07)
+        for name, parameter in target.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0)
     return target
 
 

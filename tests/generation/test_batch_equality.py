@@ -218,6 +218,20 @@ def test_a_mask_of_ones_and_no_mask_are_the_same():
     assert output[:, 6:].tolist() == [texts[0]] * 3
 
 
+@pytest.mark.parametrize("as_type", [torch.bool, torch.float32])
+def test_masks_of_any_type_and_with_holes(as_type):
+    """Tokens that are masked in the middle of a prompt are left out, as plain `generate` does."""
+    target, texts = target_of("llama"), texts_of("llama")
+    ids = torch.tensor([PROMPTS[0], [7, 50, 51, 11, 13, 17], [50, 51, 52, 5, 8, 21]])
+    mask = torch.tensor([[1] * 6, [1, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
+    kwargs = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    expected = target.generate(ids, attention_mask=mask, **kwargs)
+    assert expected[2, 6:].tolist() == texts[2][:12]
+    drafter = right_drafter(target, PROMPTS, texts)
+    output = target.generate(ids, attention_mask=mask.to(as_type), assistant_model=drafter, **kwargs)
+    assert output.tolist() == expected.tolist()
+
+
 def test_the_place_of_a_row_does_not_matter():
     target, texts = target_of("qwen3"), texts_of("qwen3")
     drafter = wrong_drafter(target, PROMPTS, texts)
@@ -339,6 +353,13 @@ class TestEnds:
         assert len({row.index(0) for row in expected[:, 11:].tolist() if 0 in row}) > 1
         output = target.generate(**inputs, assistant_model=right_drafter(target, PROMPTS, texts), **kwargs)
         assert output.sequences.tolist() == expected.tolist()
+
+    def test_a_time_limit_ends_all_rows(self):
+        target, texts = target_of("llama"), texts_of("llama")
+        kwargs = {"max_time": 1e-9}
+        expected = plain(target, PROMPTS, **kwargs)
+        assert expected == [text[:1] for text in texts]
+        assert assisted(target, right_drafter(target, PROMPTS, texts), PROMPTS, **kwargs) == expected
 
     def test_a_criterion_that_stops_at_a_length(self):
         class Stops(StoppingCriteria):
@@ -655,6 +676,22 @@ class TestEngine:
         arrivals = [(when, name, PROMPTS[name % 7], NEW - name) for name, when in enumerate([0, 3, 4, 4, 5, 6, 7, 9, 9])]
         output = self.run(engine, arrivals)
         assert output == {name: texts[name % 7][: NEW - name] for name in range(9)}
+
+    def test_statistics_by_request(self, fake_costs):
+        """One entry a round and request; confidences are kept where they are asked for, in rounds that drafted."""
+        target, texts = target_of("llama"), texts_of("llama")
+        drafter = right_drafter(target, PROMPTS, texts)
+        engine = self.engine(drafter, target, "fixed", fake_costs, record_confidence=True)
+        requests = [engine.add_request(torch.tensor(PROMPTS[row]), max_new_tokens=7 + row) for row in range(3)]
+        while engine.requests:
+            engine.step()
+        runs = [request.statistics for request in requests]
+        # The prefill gives one token; then 4 drafts and a bonus; then what is left, the last token undrafted.
+        assert [run.new_tokens for run in runs] == [[5, 1], [5, 2], [5, 3]]
+        assert [run.verified for run in runs] == [[4, 0], [4, 1], [4, 2]]
+        assert [run.accepted for run in runs] == [[4, 0], [4, 1], [4, 2]]
+        assert [len(logits) for run in runs for logits in run.confidence_logits] == [4, 4, 2, 4, 2]
+        assert not any(run.parked_rounds for run in runs if run is not runs[0])
 
     def test_a_request_without_a_bound_is_refused(self):
         target = target_of("llama")
