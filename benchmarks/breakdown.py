@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.measure import ASSISTED, PLAIN, Methods, timed_call
+from benchmarks.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
 from benchmarks.pair import Pair
 
 
@@ -36,6 +36,8 @@ def measure_breakdown(
         `dict`: for each of both methods the rounds (target forwards after the prefill), seconds of the prefills, and for
         each part its milliseconds a round, its median milliseconds a call, and its share of the time after the prefill.
     """
+    # The first call also finds out whether the target can be packed, with forwards of its own.
+    warm_up(pair.target, prompts[0], {name: methods[name] for name in (PLAIN, ASSISTED)}, max_new_tokens=2)
     report = {}
     for name in (PLAIN, ASSISTED):
         durations: Durations = defaultdict(list)
