@@ -208,7 +208,9 @@ def script_rows(
 
     def text_of(place, token, before):
         fitting = [index for index, text in enumerate(references) if text[place : place + 1] == [token]]
-        return references[min(fitting, key=lambda index: (features[index][place - 1] - before).norm())] if fitting else []
+        return (
+            references[min(fitting, key=lambda index: (features[index][place - 1] - before).norm())] if fitting else []
+        )
 
     def forward(*args, context_hidden_states, cache=None, context_lengths=None, **kwargs):
         lasts = [row[length - 1] for row, length in zip(context_hidden_states, context_lengths, strict=True)]

@@ -110,7 +110,9 @@ def plain(target, prompts, **kwargs):
 def right_drafter(target, prompts, texts, *, wrong_every=1000, **fields):
     """A drafter that proposes these texts and is sure of it."""
     references = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-    return script_rows(tiny_drafter(target, **fields), target, references, wrong_every=wrong_every, confidence_logit=5.0)
+    return script_rows(
+        tiny_drafter(target, **fields), target, references, wrong_every=wrong_every, confidence_logit=5.0
+    )
 
 
 def wrong_drafter(target, prompts, texts, **fields):
@@ -158,9 +160,7 @@ def test_a_drafter_of_random_weights(index):
 def test_a_cap_on_drafts_holds_for_every_row(cap):
     target, texts = target_of("qwen3"), texts_of("qwen3")
     drafter = right_drafter(target, PROMPTS, texts)
-    output = assisted(
-        target, drafter, PROMPTS, num_assistant_tokens=cap, num_assistant_tokens_schedule="fixed"
-    )
+    output = assisted(target, drafter, PROMPTS, num_assistant_tokens=cap, num_assistant_tokens_schedule="fixed")
     assert output == texts
     assert [max(run.verified) for run in drafter.last_run.requests] == [cap] * len(PROMPTS)
 
@@ -673,7 +673,9 @@ class TestEngine:
         costs = CostProfile(steep, 0.0, *[flat] * 6)
         drafter = wrong_drafter(target, PROMPTS, texts)
         engine = self.engine(drafter, target, "throughput", costs)
-        arrivals = [(when, name, PROMPTS[name % 7], NEW - name) for name, when in enumerate([0, 3, 4, 4, 5, 6, 7, 9, 9])]
+        arrivals = [
+            (when, name, PROMPTS[name % 7], NEW - name) for name, when in enumerate([0, 3, 4, 4, 5, 6, 7, 9, 9])
+        ]
         output = self.run(engine, arrivals)
         assert output == {name: texts[name % 7][: NEW - name] for name in range(9)}
 
@@ -718,7 +720,9 @@ class TestSeeds:
         outputs = []
         for seed in (11, 11, 12):
             set_seed(seed)
-            outputs.append(assisted(target, drafter, PROMPTS, num_assistant_tokens_schedule=schedule_of(schedule), **self.KWARGS))
+            outputs.append(
+                assisted(target, drafter, PROMPTS, num_assistant_tokens_schedule=schedule_of(schedule), **self.KWARGS)
+            )
         assert outputs[0] == outputs[1] != outputs[2]
 
     def test_set_seed_repeats_a_batch_whatever_processors_cost(self, monkeypatch):

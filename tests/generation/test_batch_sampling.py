@@ -138,7 +138,9 @@ def sampled(target, drafter, schedule, *, processors=(), costs=None, batches=BAT
         )
         # Five tokens leave room for a whole block after the first one; texts are compared up to the third.
         requests = [
-            engine.add_request(torch.tensor(prompt), max_new_tokens=LENGTH + 2) for _ in range(COPIES) for prompt in PROMPTS
+            engine.add_request(torch.tensor(prompt), max_new_tokens=LENGTH + 2)
+            for _ in range(COPIES)
+            for prompt in PROMPTS
         ]
         while engine.requests:
             engine.step()

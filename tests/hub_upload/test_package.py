@@ -25,7 +25,7 @@ def source(tmp_path):
 def test_contents(source, tmp_path):
     files = package(source, tmp_path / "out")
     expected = {"config.json", "model.safetensors", "README.md"} | {path.name for path in remote_code_files()}
-    assert {path.name for path in files} == expected
+    assert {str(path.relative_to(tmp_path / "out")) for path in files} == expected | {"custom_generate/generate.py"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text()
 
@@ -33,8 +33,16 @@ def test_contents(source, tmp_path):
 def test_reproducible(source, tmp_path):
     for name in ("one", "two"):
         package(source, tmp_path / name)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes()
+
+
+def test_calibration_goes_along(source, tmp_path):
+    (source / "calibration.json").write_text("{}")
+    assert tmp_path / "out" / "calibration.json" in package(source, tmp_path / "out")
+    package(source, tmp_path / "out", overwrite=True)
 
 
 def test_overwrite(source, tmp_path):
