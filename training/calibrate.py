@@ -219,7 +219,9 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
 
 def _named(arguments: CalibrateArguments) -> dict[str, Any]:
     """The arguments for the report, which may be published: files and folders by their names alone."""
-    names = {name: Path(value).name for name in ("drafter", "prompts", "output") if (value := getattr(arguments, name))}
+    names = {
+        name: Path(value).name for name in ("drafter", "prompts", "output") if (value := getattr(arguments, name))
+    }
     return asdict(arguments) | names
 
 

@@ -129,6 +129,7 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
         features = tapped_features(outputs.hidden_states, drafter.config.target_layer_ids)
         new = lengths - 1 - torch.tensor(cache.lengths)
         gather = (torch.tensor(cache.lengths)[:, None] + torch.arange(int(new.max()))).clamp(max=features.shape[1] - 1)
+        before = prefixes(ids, lengths)
         proposal = propose(
             drafter,
             binding,
@@ -137,9 +138,8 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
             cache=cache,
             context_lengths=new.tolist(),
             do_sample=True,
-            logits_processor=processor and (
-                lambda drafts, logits, before=prefixes(ids, lengths): processor(torch.cat([before, drafts], dim=1), logits)
-            ),
+            logits_processor=processor
+            and (lambda drafts, logits, before=before: processor(torch.cat([before, drafts], dim=1), logits)),
         )
         verified = (proposal.confidence >= threshold).int().cumprod(dim=-1).sum(dim=-1)
         trial = ids.clone()
