@@ -210,6 +210,24 @@ def test_long_and_short_prompts_in_chunks(family, chunk, side, monkeypatch):
     assert assisted(target, drafter, prompts, side=side, max_new_tokens=8, prefill_chunk_size=chunk) == texts
 
 
+@pytest.mark.parametrize(("chunk", "most"), [(None, 71), (7, 7 + 1), (33, 33 + 1)])
+def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
+    """A prompt of 70 tokens beside one of a single token, which is in one of the forwards."""
+    target, (prompts, texts) = target_of("llama"), long_case("llama")
+    assisted(target, tiny_drafter(target), prompts[:2], max_new_tokens=1)  # whether it can be packed is known by now
+    sizes = []
+    handle = target.model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        output = assisted(target, tiny_drafter(target), prompts[:2], max_new_tokens=1, prefill_chunk_size=chunk)
+    finally:
+        handle.remove()
+    assert output == [text[:1] for text in texts[:2]]
+    assert sum(sizes) == 71
+    assert max(sizes) <= most
+
+
 def test_a_mask_of_ones_and_no_mask_are_the_same():
     target, texts = target_of("qwen2"), texts_of("qwen2")
     drafter = right_drafter(target, PROMPTS, texts)

@@ -10,6 +10,7 @@ Seeds are fixed; chi-square at p > 0.001, shared among the tests of one run.
 """
 
 import itertools
+import random
 import sys
 from dataclasses import replace
 
@@ -61,17 +62,31 @@ def soft_target():
     return target
 
 
-def telling_drafter(target, **fields):
-    """Drafts that are often right and often wrong, and confidences that are high after token 0 and low after others."""
+def telling_drafter(target, *, favour=0.0, **fields):
+    """Drafts that are often right and often wrong, and confidences that are high after token 0 and low after others.
+
+    With `favour`, every place of a text has a token of its own that is drafted more often, so that the distributions of
+    two rows cannot be taken for each other.
+    """
     fields = {"block_size": 3, "num_hidden_layers": 1, "target_layer_ids": [0], "mask_token_id": 0} | fields
     drafter = tiny_drafter(target, **fields)
-    head_step = drafter.head_step
+    forward, head_step, state = drafter.forward, drafter.head_step, {}
 
-    def tells(hidden, base_logits, previous_tokens, state=None):
-        step = head_step(hidden, base_logits, previous_tokens, state)
-        return step._replace(confidence_logits=torch.where(previous_tokens == 0, 2.5, -1.5))
+    def places(*args, cache=None, context_lengths=None, **kwargs):
+        lengths = zip(cache.lengths, context_lengths, strict=False)
+        state["places"] = torch.tensor([length + new for length, new in lengths])
+        return forward(*args, cache=cache, context_lengths=context_lengths, **kwargs)
 
-    drafter.head_step = tells
+    def tells(hidden, base_logits, previous_tokens, head_state=None):
+        step = head_step(hidden, base_logits, previous_tokens, head_state)
+        favoured = state["places"] % step.logits.shape[-1]
+        state["places"] = state["places"] + 1
+        return step._replace(
+            logits=step.logits.scatter_add(1, favoured[:, None], torch.full((len(favoured), 1), favour)),
+            confidence_logits=torch.where(previous_tokens == 0, 2.5, -1.5),
+        )
+
+    drafter.forward, drafter.head_step = places, tells
     with torch.no_grad():
         drafter.markov_head.markov_w2.weight.mul_(0.5)
     return drafter
@@ -273,6 +288,39 @@ class TestRows:
             for previous in range(SIZE):
                 if pairs[previous].sum() >= 25:
                     assert p_value(pairs[previous], exact[previous]) > 0.001 / 12
+
+    @pytest.mark.parametrize("schedule", ["fixed", "throughput"])
+    def test_rows_that_join_and_leave(self, schedule, fake_costs):
+        """Texts of 2 to 9 tokens, 30 at a time: in most rounds some rows draft and others do not, in changing order.
+
+        The target's distribution is the same at every place and the drafter's is not, so places are looked at apart.
+        """
+        cheap = Curve([1], [0.05])
+        target = last_token_target()
+        engine = Engine(
+            telling_drafter(target, favour=3.0),
+            target,
+            settings=DraftSettings(3, schedule, 0.5),
+            costs=replace(fake_costs, verify=Curve([1, 1000], [1.0, 3.0]), draft=cheap, draft_sampled=cheap),
+            do_sample=True,
+            generator=torch.Generator().manual_seed(7),
+        )
+        rng, requests = random.Random(1), []
+        while len(requests) < 900 or engine.requests:
+            for _ in range(30 - len(engine.requests) if len(requests) < 900 else 0):
+                prompt = torch.tensor(rng.choice(self.ROWS))
+                requests.append(engine.add_request(prompt, max_new_tokens=rng.randint(2, 9)))
+            engine.step()
+        assert sum(sum(request.statistics.accepted) for request in requests) > 300
+        counts = torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)  # [place, token before, token]
+        for request in requests:
+            text = [int(request.prompt[-1]), *request.tokens.tolist()]
+            for place, (before, token) in enumerate(itertools.pairwise(text), len(request.prompt)):
+                counts[place % SIZE, before, token] += 1
+        with torch.no_grad():
+            exact = target(torch.arange(SIZE)[:, None]).logits[:, -1].float().softmax(-1).double()
+        for place, before in itertools.product(range(SIZE), range(SIZE)):
+            assert p_value(counts[place, before], exact[before]) > 0.001 / 18
 
     def test_rows_that_end_on_their_own(self):
         """Lengths of texts that end on a token are geometric in every row, as plain sampling has them."""
