@@ -1,14 +1,13 @@
 """Measurements as JSON files and as text. Nothing is measured here."""
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Difference
+from training.regenerate import write_atomically
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -115,15 +114,7 @@ def write_json(path: str | Path, content: dict[str, Any]) -> Path:
     """Write `content` in one step: a reader, or a Ctrl-C, never leaves or meets half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    scratch = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(_one_line_lists(json.dumps(content, indent=2)) + "\n")
-        scratch.chmod(0o644)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_atomically(path, _one_line_lists(json.dumps(content, indent=2)) + "\n")
     return path
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from training.calibration import CalibrationReport, ReliabilityBins, Rounds, reliability_bins, survival
-from training.rounds import write_atomically
+from training.regenerate import write_atomically
 
 
 def write_outputs(

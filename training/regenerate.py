@@ -13,7 +13,9 @@ finished answers are also saved as a `datasets` folder.
 
 import json
 import math
+import os
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,21 @@ def read_jsonl(path: str | Path) -> list[dict]:
                 break
             raise ValueError(f"`{path}` line {number + 1} is not JSON: {error}.") from error
     return records
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file such that it has the old content or the new one, at any moment."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any) -> list[int]:

@@ -7,8 +7,6 @@ then one line a finished prompt: `prompt` (its line number, from 0), and for eac
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +21,7 @@ from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.scheduling_dspark import DraftSettings
 from training.calibration import Rounds
-from training.regenerate import read_jsonl
+from training.regenerate import read_jsonl, write_atomically
 
 
 @dataclass(frozen=True)
@@ -130,21 +128,6 @@ def join(records: Sequence[dict[str, Any]], num_slots: int) -> Rounds:
     return Rounds.of(torch.tensor(rows, dtype=torch.float64).reshape(-1, num_slots), accepted, verified)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that it has the old content or the new one, at any moment."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, scratch)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _rewrite(path: Path, settings: dict[str, Any], records: dict[int, dict[str, Any]]) -> None:
     lines = [{"settings": settings}, *(records[index] for index in sorted(records))]
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -173,4 +156,4 @@ def _resume(path: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {line["prompt"]: line for line in lines[1:]}
 
 
-__all__ = ["Prompt", "join", "make_engine", "record", "record_to_file", "rounds_of", "write_atomically"]
+__all__ = ["Prompt", "join", "make_engine", "record", "record_to_file", "rounds_of"]
