@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
-from benchmarks.measure import first_difference, timed_call
+from benchmarks.measure import first_difference, left_padded, timed_call
 from benchmarks.pair import HelpFormatter, Pair, add_pair_options, describe_drafter, load_pair, positive_int
 from benchmarks.report import write_json
 from training.regenerate import read_jsonl
@@ -78,12 +77,10 @@ def batch_texts(
     pair: Pair, prompts: list[Any], *, max_new_tokens: int, arguments: dict[str, Any]
 ) -> tuple[list[list[int]], Any]:
     """New tokens of each prompt of a batch, padding left out, and the statistics of the run."""
-    width, pad = max(map(len, prompts)), pair.target.generation_config.pad_token_id
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    output = pair.target.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **arguments
-    )
+    target: Any = pair.target
+    batch = left_padded(target, prompts)
+    width = batch["input_ids"].shape[1]
+    output = target.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, **arguments)
     run: Any = pair.drafter.last_run
     lengths = [1 + sum(request.new_tokens) for request in run.requests]  # the prefill gives the first token
     return [row[width : width + length] for row, length in zip(output.tolist(), lengths, strict=True)], run

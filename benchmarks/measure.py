@@ -88,6 +88,15 @@ class Difference:
     dtype_step: float | None = None
 
 
+def left_padded(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Prompts as a batch for `generate`: `input_ids` and `attention_mask` `[R, T]`, on the target's device."""
+    width, pad = max(map(len, prompts)), target.generation_config.pad_token_id or 0
+    ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    tensors = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    return {name: tensor.to(target.device) for name, tensor in tensors.items()}
+
+
 def timed_call(
     target: PreTrainedModel, prompt_ids: Sequence[int], *, max_new_tokens: int, arguments: Mapping[str, Any]
 ) -> Call:

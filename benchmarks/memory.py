@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import REPOSITORY, environment
+from benchmarks.measure import left_padded
+from benchmarks.packed import exit_status
 from benchmarks.pair import (
     HelpFormatter,
     add_pair_options,
@@ -101,18 +103,9 @@ def settle(models: Sequence[Any]) -> None:
 
 def generate(target: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, arguments: dict[str, Any]) -> int:
     """Greedy `generate` over a batch, padded on the left; returns the length of its texts."""
-    width = max(map(len, prompts))
-    pad = target.generation_config.pad_token_id or 0
-    input_ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = target.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        **arguments,
-    )
-    return output.shape[1] - width
+    batch = left_padded(target, prompts)
+    output = target.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, **arguments)
+    return output.shape[1] - batch["input_ids"].shape[1]
 
 
 def measure(
@@ -199,17 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse_options(argv)
-    try:
-        if options.only:
-            run_only(options)
-        else:
-            run(options, argv)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: run_only(options) if options.only else run(options, argv))
 
 
 if __name__ == "__main__":

@@ -7,25 +7,31 @@ numbers are those of what a user of the package runs; nothing here imports `mode
 import argparse
 import importlib
 import importlib.util
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.pair import DEFAULT_DRAFTER, DTYPES, positive_int
-from training.targets import EMBEDDED_TARGET
+from benchmarks.pair import add_model_options, positive_int
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, drafter_help: str = "") -> None:
-    """Options for the pair, its dtype and the threads; how the drafter drafts is up to the benchmark."""
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", default=EMBEDDED_TARGET, help=f"`{EMBEDDED_TARGET}`, a folder or a Hub id")
-    group.add_argument(
-        "--drafter",
-        default=DEFAULT_DRAFTER,
-        help=f"a folder made by `python -m hub_upload package`, or a Hub id; its code is run{drafter_help}",
-    )
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights of both models")
+def add_packed_options(parser: argparse.ArgumentParser, *, drafter_help: str = "") -> None:
+    """Options for the models and the threads; how the drafter drafts is up to the benchmark."""
+    group = add_model_options(parser, drafter_help=drafter_help)
     group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: torch's)")
+
+
+def exit_status(run: Callable[[], object]) -> int:
+    """Run a command: 0, or 2 if it cannot start (the error is printed), or 130 if it was interrupted."""
+    try:
+        run()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def code_of(drafter: PreTrainedModel, name: str) -> Any:
@@ -62,4 +68,4 @@ def require_matplotlib(option: str) -> None:
         raise ValueError(f"`{option}` needs matplotlib: `pip install matplotlib`.")
 
 
-__all__ = ["add_model_options", "code_of", "eos_token_ids", "require_matplotlib"]
+__all__ = ["add_packed_options", "code_of", "eos_token_ids", "exit_status", "require_matplotlib"]

@@ -51,8 +51,8 @@ def positive_int(text: str) -> int:
     return value
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Options that choose the models and how the drafter is used."""
+def add_model_options(parser: argparse.ArgumentParser, *, drafter_help: str = "") -> argparse._ArgumentGroup:
+    """Options that choose the models; returns their group."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target", default=EMBEDDED_TARGET, help=f"the model to speed up: `{EMBEDDED_TARGET}`, a folder or a Hub id"
@@ -60,9 +60,16 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         default=DEFAULT_DRAFTER,
-        help="its DSpark drafter: a folder made by `python -m hub_upload package`, or a Hub id; its code is run",
+        help="its DSpark drafter: a folder made by `python -m hub_upload package`, or a Hub id; its code is "
+        f"run{drafter_help}",
     )
     group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights of both models")
+    return group
+
+
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Options that choose the models and how the drafter is used."""
+    add_model_options(parser)
     group = parser.add_argument_group("drafting (default: the drafter's own settings)")
     group.add_argument(
         "--num-assistant-tokens",
@@ -196,6 +203,7 @@ __all__ = [
     "DEFAULT_DRAFTER",
     "HelpFormatter",
     "Pair",
+    "add_model_options",
     "add_pair_options",
     "check_drafter",
     "describe_drafter",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from benchmarks.packed import add_model_options, require_matplotlib
+from benchmarks.packed import add_packed_options, exit_status, require_matplotlib
 from benchmarks.pair import HelpFormatter, load_pair
 from benchmarks.report import markdown_table, write_json
 
@@ -26,7 +26,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.profile", description=__doc__, formatter_class=HelpFormatter
     )
-    add_model_options(parser)
+    add_packed_options(parser)
     parser.add_argument("--refresh", action="store_true", help="measure again")
     parser.add_argument("--json", metavar="FILE", help="write the profile (`CostProfile.load` reads it)")
     parser.add_argument("--sglang", metavar="FILE", help="write it in SGLang's format")
@@ -120,14 +120,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
     options = parse_options(argv)
-    try:
-        run(options)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

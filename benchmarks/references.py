@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.closed_loop import Slice, Workload, counts_of
+from benchmarks.measure import left_padded
 from benchmarks.packed import eos_token_ids
 from benchmarks.pair import Pair
 
@@ -63,15 +64,10 @@ class BatchedGenerate:
         """New tokens of each request, as far as they count."""
         target: Any = self.pair.target
         limits = [limit for _, limit in requests]
-        width = max(len(prompt) for prompt, _ in requests)
-        input_ids = torch.full((len(requests), width), target.generation_config.pad_token_id or 0)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, (prompt, _) in enumerate(requests):
-            input_ids[row, width - len(prompt) :] = prompt
-            attention_mask[row, width - len(prompt) :] = 1
+        batch = left_padded(target, [prompt.tolist() for prompt, _ in requests])
+        width = batch["input_ids"].shape[1]
         output = target.generate(
-            input_ids=input_ids.to(target.device),
-            attention_mask=attention_mask.to(target.device),
+            **batch,
             max_new_tokens=max(limits),
             stopping_criteria=StoppingCriteriaList([_RowLimits(width, limits)]),
             do_sample=False,

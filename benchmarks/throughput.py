@@ -36,7 +36,7 @@ from benchmarks.closed_loop import (
     needs_costs,
 )
 from benchmarks.environment import environment
-from benchmarks.packed import add_model_options, require_matplotlib
+from benchmarks.packed import add_packed_options, require_matplotlib
 from benchmarks.pair import (
     DEFAULT_DRAFTER,
     HelpFormatter,
@@ -62,7 +62,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.throughput", description=__doc__, formatter_class=HelpFormatter
     )
-    add_model_options(parser, drafter_help=f"; `{RANDOM}`: the default one with random weights")
+    add_packed_options(parser, drafter_help=f"; `{RANDOM}`: the default one with random weights")
     group = parser.add_argument_group("what to measure")
     group.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="R")
     group.add_argument(
