@@ -225,9 +225,6 @@ class AssistedRun:
         """
         length = candidate_logits.shape[1]
         drafts = candidate_ids[:, -length:]
-        missing = target_logits.shape[-1] - candidate_logits.shape[-1]
-        if missing:  # LM head rows beyond the vocabulary: never drafted
-            candidate_logits = torch.nn.functional.pad(candidate_logits, (0, missing), value=-torch.inf)
         lengths = torch.full((1,), length, device=drafts.device)
         verdict = accept_sampled(drafts, candidate_logits, target_logits, lengths)
         num_accepted = int(verdict.num_accepted)

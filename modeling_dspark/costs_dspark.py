@@ -1,8 +1,7 @@
 """What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
 
 `T(round) = T_draft(n) + s * T_slot(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` slots and `B` verified
-tokens. Nothing is measured
-here; that is `profiling_dspark`.
+tokens. Nothing is measured here; that is `profiling_dspark`.
 """
 
 import json

@@ -244,7 +244,7 @@ class Engine:
         requests = [pieces[index][0] for index in last]
         owners = [request.index for request in requests]
         scores = self.selector.process(output.logits, lambda: [request.text for request in requests], owners)
-        kept = [[token] for token in self.selector.first_tokens(scores.processed)]
+        kept = [[token] for token in self.selector.choose(scores.processed).tolist()]
         return self._settle(requests, kept, range(len(requests)), scores=scores)
 
     def _count(

@@ -4,6 +4,8 @@ Shapes: `N` packed tokens, `P` positions with logits, `L` tapped layers, `D` hid
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -166,18 +168,16 @@ def _missing_windows(target: PreTrainedModel, windows: list[int | None]) -> str 
     return None
 
 
-class _evaluating:  # noqa: N801 - used like a function
+@contextmanager
+def _evaluating(target: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode for a moment: dropout would make the comparison meaningless."""
-
-    def __init__(self, target: PreTrainedModel):
-        self._modules = [module for module in target.modules() if module.training]
-
-    def __enter__(self) -> None:
-        for module in self._modules:
+    modules = [module for module in target.modules() if module.training]
+    try:
+        for module in modules:
             module.training = False
-
-    def __exit__(self, *_: object) -> None:
-        for module in self._modules:
+        yield
+    finally:
+        for module in modules:
             module.training = True
 
 

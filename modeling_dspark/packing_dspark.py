@@ -59,7 +59,7 @@ class PackedPlan:
     """
 
     def __init__(self, starts: list[int], counts: list[int], device: torch.device, *, first_row: int = 0):
-        self.starts, self.counts, self.device, self.first_row = starts, counts, device, first_row
+        self.starts, self.counts, self.first_row = starts, counts, first_row
         self.stop = max(start + count for start, count in zip(starts, counts, strict=True))
         self.offsets = [0, *accumulate(counts)]
         self.positions = _ranges(starts, counts, device)

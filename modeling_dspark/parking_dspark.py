@@ -13,9 +13,7 @@ from dataclasses import dataclass
 _PRIOR_GAIN = 0.6  # accepted drafts a round that a drafter nothing is known about is given credit for,
 _PRIOR_BUDGET = 1.0  # the drafts it verifies for that,
 _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are found out after two or three
-_POOL_WEIGHT = (
-    6.0  # rounds of its own against which a request is judged by what all others got: a few misses are chance
-)
+_POOL_WEIGHT = 6.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
 _FORGETTING = 0.95  # weight of a round against the one after it: long enough that chance seldom parks a fair request
 _POOL_FORGETTING = 0.96
 _WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves

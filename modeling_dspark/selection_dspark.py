@@ -52,11 +52,9 @@ class TokenSelector:
         raw = logits.clone() if self.keep_logits and self.processors else logits
         return Scores(raw, self.processors(logits, prefixes, rows))
 
-    def first_tokens(self, processed: torch.Tensor) -> list[int]:
-        """Tokens after prompts: nothing was drafted, so a bonus token is drawn or the argmax taken."""
-        if not self.do_sample:
-            return argmax(processed).tolist()
-        return draw(processed.softmax(dim=-1), self.generator).tolist()
+    def choose(self, processed: torch.Tensor) -> torch.Tensor:
+        """A token `[P]` from each row of processed logits `[P, V]`, where nothing was drafted."""
+        return draw(processed.softmax(dim=-1), self.generator) if self.do_sample else argmax(processed)
 
     def verdict(self, drafts: Round, plan: PackedPlan, processed: torch.Tensor) -> Verdict:
         """Compare drafts and target, for all rows at once."""
@@ -65,13 +63,10 @@ class TokenSelector:
         draft_tokens = drafts.tokens[:, 1:].to(device)
         if not self.do_sample:
             return accept_greedy(draft_tokens, plan.unpack(argmax(processed)), lengths)
-        positions = plan.unpack(torch.arange(len(processed), device=device))
         num_rows, longest = draft_tokens.shape
         if not longest:
-            nothing = processed.new_zeros(num_rows, 0, 1)
-            return accept_sampled(
-                draft_tokens, nothing, processed, lengths, positions=positions, generator=self.generator
-            )
+            return Verdict(lengths, self.choose(processed))
+        positions = plan.unpack(torch.arange(len(processed), device=device))
         proposal: Any = drafts.proposal  # something was drafted
         rows = torch.tensor([request.row for request in drafts.drafting], device=device)
         return accept_sampled(
