@@ -18,6 +18,7 @@ from .parking_dspark import BlockLength, Parking
 from .processing_dspark import RowProcessors
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, checked_lengths, make_schedule
+from .target_dspark import rounding
 
 
 _LONGEST_PADDED_CONTEXT = 16  # new features of a row that may be padded to the longest row's
@@ -77,6 +78,7 @@ class BlockDrafter:
         self.settings, self.costs, self.processors = settings, costs, processors
         self.do_sample, self.generator = do_sample, generator
         self.schedule = make_schedule(settings)
+        self._round_up = rounding(target)
         if self.schedule.needs_costs and costs is None:
             raise ValueError(
                 f"The schedule {settings.schedule!r} needs `costs`: pass `costs=drafter.profile(target)`, or choose "
@@ -134,6 +136,7 @@ class BlockDrafter:
             self._confidence(proposal, limits),
             len(active),
             None if self.costs is None else lambda tokens: self._seconds(tokens, len(drafting), num_slots, context),
+            self._round_up,
         )
         lengths = checked_lengths(self.schedule, view)
         counts = [1] * len(active)

@@ -54,11 +54,14 @@ class RoundView:
         seconds (callable, *optional*):
             Cost of a round in which the target verifies `B` tokens, anchors of all rows included; given to schedules
             with `needs_costs = True`.
+        round_up (callable, *optional*):
+            A number of tokens that the target is ready for, at least `B`, never falling. By default `B` itself.
     """
 
     confidence: list[list[float]]
     num_rows: int
     seconds: Callable[[int], float] | None = None
+    round_up: Callable[[int], int] = int
 
     def survival(self) -> list[list[float]]:
         """`a[r][j]`, the chance that slot `j` and all before it are accepted."""
@@ -126,16 +129,16 @@ class ThroughputSchedule(Schedule):
     def lengths(self, view: RoundView) -> list[int]:
         """The admitted prefix of each row."""
         seconds: Callable[[int], float] = view.seconds  # type: ignore[assignment]  # `needs_costs`
-        lengths = [0] * len(view.confidence)
-        tokens, expected = view.num_rows, float(view.num_rows)
-        best = expected / seconds(tokens)
-        for survival, row, slot in _by_survival(view.survival()):
-            tokens, expected = tokens + 1, expected + survival
-            rate = expected / seconds(tokens)
+        ordered = _by_survival(view.survival())
+        admitted, expected = 0, float(view.num_rows)
+        best = expected / seconds(view.num_rows)
+        for survival, _, _ in ordered:
+            expected += survival
+            rate = expected / seconds(view.num_rows + admitted + 1)
             if rate <= best:
                 break
-            best, lengths[row] = rate, slot + 1
-        return lengths
+            best, admitted = rate, admitted + 1
+        return _prefixes(view, ordered, admitted)
 
 
 class LaggedThroughputSchedule(Schedule):
@@ -158,10 +161,7 @@ class LaggedThroughputSchedule(Schedule):
         self._shares.append(_best_capacity(view, survival) / max(view.num_rows, 1))
         if share is None:
             return self._first.lengths(view)
-        lengths = [0] * len(survival)
-        for _, row, slot in _by_survival(survival)[: round(share * view.num_rows)]:
-            lengths[row] = slot + 1
-        return lengths
+        return _prefixes(view, _by_survival(survival), round(share * view.num_rows))
 
 
 def resolve_settings(generation_config: GenerationConfig, config: DSparkConfig) -> DraftSettings:
@@ -236,7 +236,7 @@ def checked_lengths(schedule: Any, view: RoundView) -> list[int]:
     lengths = schedule.lengths(view)
     most = [len(row) for row in view.confidence]
     if len(lengths) != len(most) or any(
-        int(length) != length or not 0 <= length <= limit for length, limit in zip(lengths, most, strict=True)
+        not 0 <= length <= limit or int(length) != length for length, limit in zip(lengths, most, strict=True)
     ):
         raise ValueError(
             f"The schedule {schedule.name} returned the lengths {lengths}; it must return one integer a row, "
@@ -263,6 +263,20 @@ def _by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int, 
     """All slots `(a, r, j)` by descending survival; ties: smaller `j` first, so that lengths stay prefixes."""
     slots = [(value, row, slot) for row, values in enumerate(survival) for slot, value in enumerate(values)]
     return sorted(slots, key=lambda item: (-item[0], item[2]))
+
+
+def _prefixes(view: RoundView, ordered: Sequence[tuple[float, int, int]], admitted: int) -> list[int]:
+    """Lengths of the rows once `admitted` slots are in, and those next in order up to a number the target is ready for.
+
+    Lossless as stopping early is: whether the slot at place `i` is let in by rounding up depends on whether the schedule
+    stopped before some place up to `i`, and so on nothing that comes after it.
+    """
+    if admitted:
+        admitted = view.round_up(view.num_rows + admitted) - view.num_rows
+    lengths = [0] * len(view.confidence)
+    for _, row, slot in ordered[:admitted]:
+        lengths[row] = slot + 1
+    return lengths
 
 
 def _best_capacity(view: RoundView, survival: list[list[float]]) -> int:

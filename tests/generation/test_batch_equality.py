@@ -5,6 +5,7 @@ on the same batch too, whose padding behind finished rows is part of its output.
 """
 
 import copy
+import dataclasses
 import itertools
 from functools import lru_cache
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_dspark import CostProfile, Engine, Schedule, engine_dspark, profiling_dspark
+from modeling_dspark import CostProfile, Engine, Schedule, block_drafter_dspark, engine_dspark, profiling_dspark
 from modeling_dspark.costs_dspark import Curve
 from modeling_dspark.scheduling_dspark import DraftSettings
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
@@ -226,6 +227,27 @@ def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
     assert output == [text[:1] for text in texts[:2]]
     assert sum(sizes) == 71
     assert max(sizes) <= most
+
+
+@pytest.mark.parametrize("schedule", ["throughput", "throughput_lagged"])
+def test_rounds_have_few_numbers_of_tokens_where_each_needs_kernels(schedule, fake_costs, monkeypatch):
+    """Rounds with drafts; a schedule left to itself uses whatever number of tokens pays. Texts are the same."""
+    costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all slots pay
+    monkeypatch.setattr(profiling_dspark, "measure", lambda *_: costs)
+    prompts, texts = PROMPTS * 2, texts_of("llama") * 2
+    sizes = {}
+    for step in (1, 4):
+        monkeypatch.setattr(block_drafter_dspark, "rounding", lambda _, step=step: lambda n: -(-n // step) * step)
+        target = copy.deepcopy(target_of("llama"))
+        drafter = wrong_drafter(target, prompts, texts, block_size=5)
+        assisted(target, drafter, prompts, max_new_tokens=1)  # whether it can be packed is known by now
+        seen = sizes[step] = []
+        target.model.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        assert assisted(target, drafter, prompts, num_assistant_tokens_schedule=schedule) == texts
+    uneven = {step: sum(size % 4 > 0 for size in seen if size > len(prompts)) for step, seen in sizes.items()}
+    assert uneven[4] < uneven[1]  # not none: where whole blocks of all rows pay there is nothing to fill up with
 
 
 def test_a_mask_of_ones_and_no_mask_are_the_same():

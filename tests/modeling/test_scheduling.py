@@ -27,6 +27,7 @@ from modeling_dspark.scheduling_dspark import (
     make_schedule,
     resolve_settings,
 )
+from modeling_dspark.target_dspark import rounding
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -51,6 +52,16 @@ def jagged(tokens):
 def stepped(tokens):
     """The first draft is dear, the ones after it are not: worth while together or not at all."""
     return 1.0 if tokens <= 1 else 1.7 + 0.1 * tokens
+
+
+def by_threes(tokens):
+    """Rounded up to a multiple of three."""
+    return 3 * math.ceil(tokens / 3)
+
+
+def doubling(tokens):
+    """Rounded up to a power of two: far beyond what pays."""
+    return 2 ** math.ceil(math.log2(tokens))
 
 
 def random_view(rng, *, rows=None, seconds=None, width=4):
@@ -234,7 +245,56 @@ class TestOtherSchedules:
         assert [schedule.lengths(view) for _ in range(3)] == [[0], [0], [4]]
 
 
-def text_distribution(schedule_of, rows, seconds):
+class TestRounding:
+    """Numbers of tokens that the target is ready for."""
+
+    @pytest.mark.parametrize("round_up", [by_threes, doubling])
+    def test_the_next_slots_in_order_fill_up(self, round_up):
+        """Those with the highest survival, as if costs had let that many in; all there are, where there are too few."""
+        rng, filled = random.Random(0), 0
+        for _ in range(200):
+            view = random_view(rng)
+            exact = ThroughputSchedule().lengths(view)
+            lengths = ThroughputSchedule().lengths(replace(view, round_up=round_up))
+            slots = sum(map(len, view.confidence))
+            wanted = round_up(view.num_rows + sum(exact)) - view.num_rows if sum(exact) else 0
+            assert sum(lengths) == min(wanted, slots)
+            assert all(more >= fewer for more, fewer in zip(lengths, exact, strict=True))
+            survival = view.survival()
+            kept = [survival[row][slot] for row, length in enumerate(lengths) for slot in range(length)]
+            left = [value for row, length in zip(survival, lengths, strict=True) for value in row[length:]]
+            assert not kept or not left or min(kept) >= max(left)
+            filled += sum(lengths) > sum(exact)
+        assert filled > 40
+
+    def test_a_plain_step_stays_one(self):
+        view = RoundView([[1.0, 1.0], [0.9]], num_rows=2, seconds=steep, round_up=by_threes)
+        for schedule in (ThroughputSchedule(), LaggedThroughputSchedule()):
+            assert [schedule.lengths(view) for _ in range(4)] == [[0, 0]] * 4
+
+    def test_a_lagged_capacity_is_rounded_too(self):
+        view = RoundView([[0.9, 0.9], [0.8, 0.7]], num_rows=2, seconds=Curve([2, 4, 5], [1.0, 1.05, 3.0]))
+        schedules = LaggedThroughputSchedule(), LaggedThroughputSchedule()
+        exact, rounded = (
+            [schedule.lengths(replace(view, round_up=round_up)) for _ in range(3)]
+            for schedule, round_up in zip(schedules, (int, by_threes), strict=True)
+        )
+        assert exact[-1] == [2, 0]
+        assert rounded[-1] == [2, 2]
+
+    def test_what_a_target_is_ready_for(self):
+        """Reduced precision on a CPU has few numbers, none below the one asked for; other targets have all of them."""
+        target = tiny_target("llama")
+        assert [rounding(target)(count) for count in range(1, 200)] == list(range(1, 200))
+        ready = rounding(target.to(torch.bfloat16))
+        counts = [ready(count) for count in range(1, 257)]
+        assert counts == sorted(counts)
+        assert all(count <= number <= max(1.25 * count, 8) for count, number in enumerate(counts, 1))
+        assert [ready(count) for count in counts] == counts
+        assert len(set(counts)) <= 50
+
+
+def text_distribution(schedule_of, rows, seconds, round_up=int):
     """Joint probabilities of the texts of all rows in one round, by enumeration.
 
     Each row is `(target, draft, confidence)`: dictionaries from prefixes (tuples of tokens 0 and 1) to the probability of
@@ -254,7 +314,7 @@ def text_distribution(schedule_of, rows, seconds):
             [confidence[text[:slot]] for slot in range(size)]
             for (_, _, confidence), text in zip(rows, drafts, strict=True)
         ]
-        lengths = schedule_of().lengths(RoundView(confidence, num_rows=len(rows), seconds=seconds))
+        lengths = schedule_of().lengths(RoundView(confidence, len(rows), seconds, round_up))
         outcomes = [
             after_verification(target, draft, text, length)
             for (target, draft, _), text, length in zip(rows, drafts, lengths, strict=True)
@@ -309,9 +369,9 @@ def random_row(rng, size=3):
     return tuple({prefix: rng.uniform(0.05, 0.95) for prefix in prefixes} for _ in range(3))
 
 
-def error_of(schedule_of, rows, seconds):
+def error_of(schedule_of, rows, seconds, round_up=int):
     """Total variation between the texts of a round and plain sampling."""
-    ours, exact = text_distribution(schedule_of, rows, seconds), plain_distribution(rows)
+    ours, exact = text_distribution(schedule_of, rows, seconds, round_up), plain_distribution(rows)
     assert sum(ours.values()) == pytest.approx(1)
     return sum(abs(ours[key] - exact[key]) for key in exact) / 2
 
@@ -319,13 +379,14 @@ def error_of(schedule_of, rows, seconds):
 class TestLosslessness:
     """The distribution of texts after one round, enumerated: drafts, schedule, verification, and what follows."""
 
+    @pytest.mark.parametrize("round_up", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("name", own_schedules())
-    def test_schedules_leave_the_distribution_as_it_is(self, name, seed):
+    def test_schedules_leave_the_distribution_as_it_is(self, name, seed, round_up):
         rng = random.Random(seed)
         rows = [random_row(rng) for _ in range(2)]
         seconds = (convex(slope=0.1, bend=0.1, knee=2), convex(slope=0.2), stepped, jagged)[seed]
-        assert error_of(lambda: own_schedules()[name], rows, seconds) < 1e-12
+        assert error_of(lambda: own_schedules()[name], rows, seconds, round_up) < 1e-12
 
     @pytest.mark.parametrize("broken", [GlobalSchedule, PeekingSchedule])
     def test_schedules_that_look_ahead_do_not(self, broken):
@@ -350,17 +411,18 @@ class TestLosslessness:
     @pytest.mark.parametrize(
         "seconds", [convex(slope=0.3), jagged, flat, stepped], ids=["convex", "jagged", "flat", "stepped"]
     )
+    @pytest.mark.parametrize("round_up", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
     @pytest.mark.parametrize("name", own_schedules())
-    def test_later_confidences_do_not_decide_about_a_slot(self, name, seconds):
+    def test_later_confidences_do_not_decide_about_a_slot(self, name, seconds, round_up):
         """Nor does the token of the slot, which shows in later confidences only."""
         rng = random.Random(0)
         for _ in range(12):
             confidence = [[rng.random() for _ in range(4)] for _ in range(3)]
-            before = own_schedules()[name].lengths(RoundView(confidence, num_rows=3, seconds=seconds))
+            before = own_schedules()[name].lengths(RoundView(confidence, 3, seconds, round_up))
             for row, slot in itertools.product(range(3), range(4)):
                 changed = [list(values) for values in confidence]
                 changed[row][slot + 1 :] = [rng.random() for _ in range(3 - slot)]
-                after = own_schedules()[name].lengths(RoundView(changed, num_rows=3, seconds=seconds))
+                after = own_schedules()[name].lengths(RoundView(changed, 3, seconds, round_up))
                 assert (before[row] > slot) == (after[row] > slot)
 
     def test_a_schedule_that_looks_ahead_fails_the_same_check(self):
@@ -374,7 +436,9 @@ class TestLosslessness:
 class TestCheckedLengths:
     VIEW = RoundView([[0.5, 0.5], [0.5]], num_rows=2)
 
-    @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 0], [0, 2], [-1, 0], [0.5, 0], []])
+    @pytest.mark.parametrize(
+        "lengths", [[1], [1, 1, 1], [3, 0], [0, 2], [-1, 0], [0.5, 0], [math.nan, 0], [math.inf, 0], []]
+    )
     def test_wrong_lengths_are_named(self, lengths):
         class Wrong(Schedule):
             def lengths(self, view):
@@ -776,6 +840,30 @@ class TestProfiles:
         drafter, target = self.pair()
         assert profile(drafter, target) is profile(drafter, target)
         assert "could not be stored" in caplog.text
+
+    def test_costs_are_told_apart(self):
+        """Of times that follow the formula, its parts are found again; a slot also costs what attention pads."""
+        per_context, slot, padded = 1e-6, {"greedy": 2e-3, "sampled": 3e-3}, 4e-4
+        verify, draft, accept = (Curve([1, 400], values) for values in ([0.04, 0.44], [0.005, 0.105], [1e-4, 4e-3]))
+        fastest = {}
+        for task in profiling_dspark._tasks(5):
+            verifying = verify(task.num_tokens) + per_context * task.rows * task.context
+            verifying += padded * task.rows * task.length if task.kind == "ragged" else 0.0
+            drafting = draft(task.rows) + task.num_slots * task.rows * slot.get(task.kind, slot["greedy"])
+            fastest[task] = (drafting, verifying, accept(task.num_tokens))
+        costs = profiling_dspark._fitted(fastest, {"made": "up"})
+        assert costs.seconds_per_context == pytest.approx(per_context)
+        assert costs.key == {"made": "up"}
+        for tokens in (1, 5, 32, 100):
+            assert costs.verify(tokens) == pytest.approx(verify(tokens))
+            assert costs.accept(tokens) == pytest.approx(accept(tokens))
+            assert costs.accept_sampled(max(tokens, 2)) == pytest.approx(accept(max(tokens, 2)))
+        for rows in (2, 8, 20, 32):
+            assert [costs.draft(rows), costs.draft_sampled(rows)] == pytest.approx([draft(rows)] * 2)
+            assert costs.slot(rows) == pytest.approx(rows * (slot["greedy"] + padded))
+        assert costs.slot(1) == pytest.approx(slot["greedy"])
+        assert costs.slot_sampled.counts == [1, 8, 32]
+        assert costs.slot_sampled(8) == pytest.approx(8 * (slot["sampled"] + padded))
 
     @pytest.mark.slow
     def test_a_real_measurement(self):
