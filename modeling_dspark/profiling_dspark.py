@@ -38,7 +38,7 @@ _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longe
 _REPEATS = 5
 _FEWEST_REPEATS = 2
 _TRIAL_ROWS = 4
-_LOOP_VERSION = 2  # raised when a round of this code costs something else
+_LOOP_VERSION = 3  # raised when a round of this code costs something else
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -202,38 +202,52 @@ def _repeats(tasks: list[_Task]) -> Iterator[tuple[int, _Task]]:
 
 def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> CostProfile:
     """Curves from the fastest seconds of drafting, verifying and the rest of each task."""
+    per_context = _seconds_per_context(fastest)
+    points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for task, (_, verifying, accepting) in fastest.items():
+        if task.kind != "ragged":
+            points["accept_sampled" if task.kind == "sampled" else "accept"][task.num_tokens].append(accepting)
+        if task.kind == "greedy":
+            without_context = verifying - per_context * task.rows * task.context
+            points["verify"][task.num_tokens].append(max(without_context, 0.1 * verifying))
+    verify = _curve(points.pop("verify"), local=True)
+    padding = _padding(fastest, verify, per_context)
+    for suffix, by_rows in _drafting(fastest).items():
+        for rows, seconds in by_rows.items():
+            few, many = min(seconds), max(seconds)
+            slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
+            points[f"draft{suffix}"][rows] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
+            points[f"slot{suffix}"][rows] = [slot + padding.get(rows, 0.0)]
+    curves: dict[str, Any] = {name: _curve(points[name], local=False) for name in points}
+    return CostProfile(verify=verify, seconds_per_context=per_context, key=key, **curves)
+
+
+def _seconds_per_context(fastest: dict[_Task, tuple[float, ...]]) -> float:
+    """What a token of context adds to the target's forward."""
     rows = max(task.rows for task in fastest if task.kind == "long")
     slots = max(task.num_slots for task in fastest)
     short = fastest[_Task("greedy", rows, 0, slots)][1]
     long = fastest[_Task("long", rows, 0, slots, _LONG_CONTEXT)][1]
-    per_context = max(long - short, 0.0) / (rows * (_LONG_CONTEXT - _CONTEXT))
-    points: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for task, (drafting, verifying, accepting) in fastest.items():
-        suffix = "_sampled" if task.kind == "sampled" else ""
-        drafts[suffix][task.rows][task.num_slots] = min(
-            drafting, drafts[suffix][task.rows].get(task.num_slots, drafting)
-        )
-        if task.kind != "ragged":
-            points[f"accept{suffix}"][task.num_tokens].append(accepting)
-        if task.kind == "greedy":
-            without_context = verifying - per_context * task.rows * task.context
-            points["verify"][task.num_tokens].append(max(without_context, 0.1 * verifying))
-    for suffix, by_rows in drafts.items():
-        for count, seconds in by_rows.items():
-            few, many = min(seconds), max(seconds)
-            slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
-            points[f"slot{suffix}"][count] = [slot]
-            points[f"draft{suffix}"][count] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
-    curves: dict[str, Any] = {name: _curve(points[name], local=name == "verify") for name in points}
+    return max(long - short, 0.0) / (rows * (_LONG_CONTEXT - _CONTEXT))
+
+
+def _drafting(fastest: dict[_Task, tuple[float, ...]]) -> dict[str, dict[int, dict[int, float]]]:
+    """Seconds of drafting, by way of decoding, rows and slots."""
+    seconds: dict[str, dict[int, dict[int, float]]] = {"": defaultdict(dict), "_sampled": defaultdict(dict)}
+    for task, (drafting, _, _) in fastest.items():
+        by_slots = seconds["_sampled" if task.kind == "sampled" else ""][task.rows]
+        by_slots[task.num_slots] = min(drafting, by_slots.get(task.num_slots, drafting))
+    return seconds
+
+
+def _padding(fastest: dict[_Task, tuple[float, ...]], verify: Curve, per_context: float) -> dict[int, float]:
+    """By rows: what a slot costs beyond its token, since attention pads short rows to the longest one."""
+    padding = {}
     for task, (_, verifying, _) in fastest.items():
-        if task.kind == "ragged":  # short rows are padded to the longest one in attention: a slot costs that too
-            even = curves["verify"](task.num_tokens) + per_context * task.rows * task.context
-            for name in ("slot", "slot_sampled"):
-                points[name][task.rows].append(max(verifying - even, 0.0) / task.length)
-    for name in ("slot", "slot_sampled"):
-        curves[name] = _curve({rows: [sum(parts)] for rows, parts in points[name].items()}, local=False)
-    return CostProfile(seconds_per_context=per_context, key=key, **curves)
+        if task.kind == "ragged":
+            even = verify(task.num_tokens) + per_context * task.rows * task.context
+            padding[task.rows] = max(verifying - even, 0.0) / task.length
+    return padding
 
 
 def _curve(points: dict[int, list[float]], *, local: bool) -> Curve:
