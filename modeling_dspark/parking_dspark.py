@@ -16,6 +16,7 @@ _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are 
 _POOL_WEIGHT = 6.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
 _FORGETTING = 0.95  # weight of a round against the one after it: long enough that chance seldom parks a fair request
 _POOL_FORGETTING = 0.96
+_MOST_MISSES = 12  # rounds in a row without a draft kept, after which what came before counts no more: seldom by chance
 _WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
@@ -50,6 +51,7 @@ class RequestEstimate:
 
     def __init__(self) -> None:
         self.mean = _Mean(_FORGETTING)
+        self.misses = 0  # rounds in a row in which drafts were verified and none was kept
         self.wait: int | None = None  # rounds between two tries, once it steps aside
         self.retry_at: int | None = None
 
@@ -77,7 +79,7 @@ class Parking:
         """
         self._round += 1
         prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_BUDGET, _PRIOR_WEIGHT)
-        means = [estimate.mean.with_prior(*prior, _POOL_WEIGHT) for estimate in estimates]
+        means = [_expected(estimate, prior) for estimate in estimates]
         order = sorted(range(len(means)), key=lambda index: -means[index][0])
         rates = [num_rows / seconds(num_rows, 0)]  # by the number of requests that draft, the most promising first
         expected = tokens = float(num_rows)
@@ -91,6 +93,8 @@ class Parking:
     def record(self, estimate: RequestEstimate, *, accepted: int, verified: int) -> None:
         """Count what a drafting round brought."""
         estimate.mean.add(accepted, verified)
+        if verified:
+            estimate.misses = 0 if accepted else estimate.misses + 1
         self._pool.add(accepted, verified)
 
     def _may_draft(self, estimate: RequestEstimate, *, paying: bool) -> bool:
@@ -112,6 +116,12 @@ class Parking:
     def _next_try(self, wait: int) -> int:
         # Multiples of `wait`, so that requests try together and share the fixed cost of drafting.
         return -(-(self._round + wait) // wait) * wait
+
+
+def _expected(estimate: RequestEstimate, prior: tuple[float, float]) -> tuple[float, float]:
+    """Drafts that a round is expected to keep and to verify for a request."""
+    gain, budget = estimate.mean.with_prior(*prior, _POOL_WEIGHT)
+    return (gain if estimate.misses < _MOST_MISSES else 0.0), budget
 
 
 class BlockLength:
