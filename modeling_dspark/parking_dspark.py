@@ -16,7 +16,7 @@ _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are 
 _POOL_WEIGHT = 6.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
 _FORGETTING = 0.95  # weight of a round against the one after it: long enough that chance seldom parks a fair request
 _POOL_FORGETTING = 0.96
-_MOST_MISSES = 12  # rounds in a row without a draft kept, after which what came before counts no more: seldom by chance
+_MOST_MISSES = 12  # rounds in a row without a draft kept, after which nothing is expected: seldom met by chance
 _WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
@@ -86,8 +86,8 @@ class Parking:
         for count, index in enumerate(order, 1):
             expected, tokens = expected + means[index][0], tokens + means[index][1]
             rates.append(expected / seconds(tokens, count))
-        enough = max(rates[0], _WORTHWHILE * max(rates)) if max(rates) > rates[0] else float("inf")
-        paying = set(order[: max((count for count, rate in enumerate(rates) if rate >= enough), default=0)])
+        enough = max(rates[0], _WORTHWHILE * max(rates))
+        paying = set(order[: max(count for count, rate in enumerate(rates) if rate >= enough)])
         return [index for index, estimate in enumerate(estimates) if self._may_draft(estimate, paying=index in paying)]
 
     def record(self, estimate: RequestEstimate, *, accepted: int, verified: int) -> None:
