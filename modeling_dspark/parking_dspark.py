@@ -13,10 +13,10 @@ from dataclasses import dataclass
 _PRIOR_GAIN = 0.6  # accepted drafts a round that a drafter nothing is known about is given credit for,
 _PRIOR_BUDGET = 1.0  # the drafts it verifies for that,
 _PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are found out after two or three
-_POOL_WEIGHT = 6.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
-_FORGETTING = 0.95  # weight of a round against the one after it: long enough that chance seldom parks a fair request
-_POOL_FORGETTING = 0.96
-_MOST_MISSES = 12  # rounds in a row without a draft kept, after which nothing is expected: seldom met by chance
+_POOL_WEIGHT = 12.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
+_FORGETTING = 0.97  # weight of a round against the one after it: long enough that chance seldom parks a fair request
+_POOL_FORGETTING = 0.98
+_MOST_MISSES = 20  # rounds in a row without a draft kept, after which nothing is expected: seldom met by chance
 _WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
 _FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
