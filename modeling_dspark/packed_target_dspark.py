@@ -117,14 +117,16 @@ def _from_probe(target: PreTrainedModel) -> str | None:
     counts = [len(row) for row in _PROBE_ROWS]
     try:
         with _evaluating(target):
-            logits, windows = _probe_logits(packed, texts, counts)
+            logits, plan = _probe_logits(packed, texts, counts)
             plain = [target(input_ids=text[None].to(packed.device), use_cache=False).logits[0] for text in texts]
     except NotPackableError as refusal:
         return str(refusal)
     except Exception as failure:  # whatever a target of an unknown kind raises is the reason
         return f"a packed forward failed with {failure!r}"
-    if reason := _missing_windows(target, windows):
+    if reason := _missing_windows(target, plan.windows):
         return reason
+    if layers := sorted(plan.layers_asking_length - {0}):  # 0 is also what models ask for that do not use the answer
+        return f"attention in layer {layers[0]} takes positions from the length of the cache, which rows do not share"
     for ours, theirs in zip(logits, plain, strict=True):
         error = (ours.float() - theirs.float()).abs().mean() / theirs.float().std().clamp(min=1e-6)
         if not error < _PROBE_TOLERANCE:
@@ -134,8 +136,8 @@ def _from_probe(target: PreTrainedModel) -> str | None:
 
 def _probe_logits(
     packed: PackedTarget, texts: list[torch.Tensor], counts: list[int]
-) -> tuple[list[torch.Tensor], list[int | None]]:
-    """Logits of each text, in two packed forwards: its beginning, then its end."""
+) -> tuple[list[torch.Tensor], PackedPlan]:
+    """Logits of each text, in two packed forwards: its beginning, then its end; and the plan of the first."""
     rows = packed.cache.rows
     for _ in texts:
         rows.add_row()
@@ -149,7 +151,7 @@ def _probe_logits(
     lengths = [len(text) for text in rest]
     second = packed.forward(torch.cat(rest).to(packed.device), packed.plan(lengths), features=False).logits
     pairs = zip(first, second.split(lengths), strict=True)
-    return [torch.cat(pair) for pair in pairs], plan.windows
+    return [torch.cat(pair) for pair in pairs], plan
 
 
 def _missing_windows(target: PreTrainedModel, windows: list[int | None]) -> str | None:

@@ -64,6 +64,7 @@ class PackedPlan:
         self.offsets = [0, *accumulate(counts)]
         self.positions = _ranges(starts, counts, device)
         self.windows: list[int | None] = []  # one entry an attention call, to check the target by
+        self.layers_asking_length: set[int] = set()  # likewise
         self._memory: dict[Any, Any] = {}
 
     @property
@@ -163,8 +164,11 @@ class PackedCache(Cache):
             stored.append(buffer[rows, : plan.stop])
         return stored[0], stored[1]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - Transformers' signature
-        """Longest row; positions are always given, so nothing is derived from it."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Longest row; positions are always given, so nothing had better be derived from it."""
+        plan = _active_plan.get()
+        if plan is not None:
+            plan.layers_asking_length.add(layer_idx)
         return max(self.rows.lengths, default=0)
 
 

@@ -359,6 +359,22 @@ class TestPackableTargets:
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).eval()
         assert why_not_packable(target)
 
+    def test_attention_that_counts_by_the_length_of_the_cache_is_refused(self):
+        """Llama 4 scales queries by their place behind what the cache says it holds; in short texts by one."""
+        sizes = {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 32,
+            "head_dim": 8,
+        }
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+        layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attention_chunk_size": None}
+        config = AutoConfig.for_model("llama4_text", **sizes, **layers, attn_temperature_tuning=True)
+        assert "length of the cache" in why_not_packable(AutoModelForCausalLM.from_config(config).eval())
+        config.attn_temperature_tuning = False
+        assert why_not_packable(AutoModelForCausalLM.from_config(config).eval()) is None
+
     def test_attention_of_its_own_is_refused(self):
         """Scores with a bias on distance, made without Transformers' attention interface."""
         target = tiny_target("llama")
