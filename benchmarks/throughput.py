@@ -76,7 +76,12 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         "--max-new-tokens", "--max_new_tokens", type=positive_int, default=96, metavar="N",
         help="about the average limit of a request; limits run from N/2 to 4N/3",
     )  # fmt: skip
-    group.add_argument("--seconds", type=float, default=20.0, help="measured time of plain decoding, for each R")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="measured time of plain decoding, for each R; levels that a report holds are kept, whatever their time",
+    )
     group.add_argument("--slice-seconds", type=float, default=1.5, help="its time in a slice, more if R is large")
     group.add_argument(
         "--references", action=argparse.BooleanOptionalAction, help="also time Transformers' own loops (default: yes)"
@@ -123,7 +128,6 @@ def describe_run(pair: Pair, options: argparse.Namespace, costs: Any) -> dict[st
             "max_new_tokens": options.max_new_tokens,
             "policies": options.policies,
             "references": options.references,
-            "seconds": options.seconds,
             "slice_seconds": options.slice_seconds,
             "seed": options.seed,
         },
@@ -189,7 +193,7 @@ def measure_level(
         # The first requests of a loop are cut short to spread them, which those of a static batch are not.
         texts[TRANSFORMERS] = {number: text for number, text in texts[TRANSFORMERS].items() if number >= concurrency}
     level = summarize_level(slices, texts, concurrency=concurrency)
-    return level | {"slice_tokens": slice_tokens, "environment": facts}
+    return level | {"slice_tokens": slice_tokens, "plain_seconds": options.seconds, "environment": facts}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -173,6 +173,7 @@ def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts
     assert throughput.main(options) == 130
     assert [level["concurrency"] for level in json.loads(output.read_text())["levels"]] == [1]
     assert throughput.main(options) == 0
+    assert throughput.main([*options, "--seconds", "0.08"]) == 0  # what there is is kept
     assert calls == [1, 2, 2]
     report = json.loads(output.read_text())
     assert report["complete"] is True
