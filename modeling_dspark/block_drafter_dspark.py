@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .cache_dspark import DSparkCache
 from .costs_dspark import CostProfile
@@ -20,6 +21,8 @@ from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, checked_lengths, make_schedule
 from .target_dspark import rounding
 
+
+logger = logging.get_logger(__name__)
 
 _LONGEST_PADDED_CONTEXT = 16  # new features of a row that may be padded to the longest row's
 
@@ -83,6 +86,12 @@ class BlockDrafter:
             raise ValueError(
                 f"The schedule {settings.schedule!r} needs `costs`: pass `costs=drafter.profile(target)`, or choose "
                 "another schedule."
+            )
+        if self.schedule.needs_costs and costs is not None and costs.is_flat:
+            logger.warning_once(
+                f"By its cost profile, the target verifies {costs.verify.counts[-1]} tokens in the time of one, so the schedule "
+                f"{settings.schedule!r} verifies every draft. If that is not so, measure again: "
+                "`drafter.profile(target, refresh=True)`."
             )
         self.cache = DSparkCache(num_rows=0, max_length=max_length)
         self._parking = Parking() if self.schedule.needs_costs else None

@@ -107,6 +107,11 @@ class CostProfile:
     processing: dict[str, float] = field(default_factory=dict)
     seconds_per_logits: float = 0.0
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether a token costs nothing, so that every draft seems to pay."""
+        return self.verify.seconds[0] == self.verify.seconds[-1]
+
     def round_seconds(
         self,
         num_tokens: float,
@@ -159,6 +164,12 @@ class CostProfile:
                 raise ValueError("another format or version")
             values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
             profile = cls(**values)
+            if not all(
+                isinstance(value, (int, float)) for value in [*profile.processing.values(), profile.seconds_per_logits]
+            ):
+                raise ValueError(f"`processing` is {profile.processing}")
+            if len(profile.verify.counts) < 2:
+                raise ValueError("`verify` has one point, which says nothing about what a token costs")
             if not 0 <= profile.seconds_per_context < float("inf"):
                 raise ValueError(f"`seconds_per_context` is {profile.seconds_per_context}")
             return profile
@@ -184,6 +195,8 @@ class CostProfile:
         steps = fields["sample_steps_per_sec"]
         if len(steps) != len(fields["sample_batch_tokens"]) or not all(rate > 0 for rate in steps):
             raise ValueError("`sample_steps_per_sec` must be as many positive numbers as `sample_batch_tokens`")
+        if len(steps) < 2:
+            raise ValueError("one point says nothing about what a token costs")
         verify = Curve.smoothed(fields["sample_batch_tokens"], [1.0 / rate for rate in steps])
         nothing = Curve([1], [1e-9])
         free: dict[str, Any] = {name: nothing for name in _CURVES if name != "verify"}

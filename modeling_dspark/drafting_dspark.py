@@ -185,6 +185,7 @@ def _processed(
         else:
             full = drafter.to_target_logits(logits, fill=_UNDRAFTABLE)
             processed = logits_processor(before, full)[..., draft_token_ids]
+    processed = processed.float()  # what is drawn from is what is verified with
     unusable = torch.isnan(processed) | torch.isposinf(processed)
     empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
     certain = torch.full_like(processed, -torch.inf)

@@ -124,7 +124,12 @@ class Engine:
         return self._active + self._waiting
 
     def add_request(
-        self, prompt: torch.Tensor, *, max_new_tokens: int | None = None, prefix: torch.Tensor | None = None
+        self,
+        prompt: torch.Tensor,
+        *,
+        max_new_tokens: int | None = None,
+        prefix: torch.Tensor | None = None,
+        num_pads: int | None = None,
     ) -> Request:
         """Add a prompt; it joins at the next `step`.
 
@@ -133,6 +138,7 @@ class Engine:
             max_new_tokens (`int`, *optional*): Most new tokens; by default the criteria alone decide.
             prefix (`torch.LongTensor` of shape `(n,)`, *optional*):
                 The prompt as processors and criteria are to see it (with padding); by default the prompt.
+            num_pads (`int`, *optional*): Padding at the left of `prefix`; by default what it has beyond the prompt.
 
         Returns:
             [`Request`]: its `tokens` grow with every step; `finished` says when it is done.
@@ -143,7 +149,11 @@ class Engine:
         if prompt.dim() != 1 or len(prompt) == 0:
             raise ValueError(f"`prompt` must hold at least one token id in one dimension, got {tuple(prompt.shape)}.")
         prefix = prompt if prefix is None else prefix
-        bounds = [self.conditions.max_length, None if max_new_tokens is None else len(prefix) + max_new_tokens]
+        criteria = self.conditions.max_length  # checked after a token, so there is always one
+        bounds = [
+            None if criteria is None else max(criteria, len(prefix) + 1),
+            None if max_new_tokens is None else len(prefix) + max_new_tokens,
+        ]
         bound = min((value for value in bounds if value is not None), default=0)
         if bound <= len(prefix):
             raise ValueError(
@@ -154,7 +164,7 @@ class Engine:
         statistics = RunStatistics(self._block_size)
         request = Request(self._num_added, prefix.to(device), prompt.to(device), bound, statistics)
         self._num_added += 1
-        self.processors.num_pads.append(len(prefix) - len(prompt))
+        self.processors.num_pads.append(len(prefix) - len(prompt) if num_pads is None else num_pads)
         self._waiting.append(request)
         return request
 

@@ -54,8 +54,13 @@ def check_call(
             f"A DSpark drafter assists greedy decoding and sampling, got `num_beams={generation_config.num_beams}` "
             f"(generation mode {mode.value!r}). Pass `num_beams=1`, or leave out `assistant_model`."
         )
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
-        if getattr(generation_config, name, None) is not None:
+    if generation_config.num_return_sequences not in (None, 1):
+        raise ValueError(
+            f"A DSpark drafter makes one text of a prompt, got `num_return_sequences={generation_config.num_return_sequences}`. "
+            "Repeat the prompt in the batch instead."
+        )
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp"):
+        if getattr(generation_config, name, None) not in (None, False):
             raise ValueError(
                 f"`{name}={getattr(generation_config, name)}` cannot be combined with a DSpark drafter; leave one out."
             )
@@ -68,13 +73,17 @@ def check_inputs(
     """Refuse inputs that no loop can take.
 
     Raises:
-        ValueError: for an empty prompt, a target without a cache, a stateful logits processor, or `synced_gpus`.
+        ValueError: for an empty batch or prompt, a target without a cache, a stateful logits processor, or `synced_gpus`.
     """
     embeddings = model_kwargs.get("inputs_embeds")
     if synced_gpus:
         raise ValueError(
             "`synced_gpus=True` (ZeRO stage 3, FSDP) makes every rank run as many target forwards as the slowest one, "
             "which a loop that accepts several tokens a forward does not do. Leave out `assistant_model`."
+        )
+    if input_ids.shape[0] == 0:
+        raise ValueError(
+            f"The batch is empty: `input_ids` has shape {list(input_ids.shape)}. Pass at least one prompt."
         )
     if input_ids.shape[1] == 0 and embeddings is None:
         raise ValueError(
@@ -111,12 +120,15 @@ def why_not_packed(
     )
     if others:
         return f"it passes {', '.join(f'`{name}`' for name in others)} to the target"
-    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+    is_own = getattr(cache, "_is_user_defined", False) or getattr(cache, "offloading", False)
+    if type(cache) is not DynamicCache or is_own or cache.get_seq_length():
         return f"it brings a cache of its own ({type(cache).__name__})"
     if generation_config.return_dict_in_generate:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 return f"`{name}=True` asks for what the packed target does not return by token"
+    if target.training and _drops(target):
+        return "the target is in training mode, in which dropout makes every forward another one; call `target.eval()`"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         return f"its `attention_mask` has shape {tuple(mask.shape)} and not that of `input_ids`"
@@ -183,7 +195,8 @@ def decode(  # noqa: D417 - three arguments share a line
         keep_logits=bool(wants and generation_config.output_logits),
     )
     requests = [
-        engine.add_request(prompt, prefix=prefix) for prompt, prefix in _without_padding(input_ids, attention_mask)
+        engine.add_request(prompt, prefix=prefix, num_pads=num_pads)
+        for prompt, prefix, num_pads in _without_padding(input_ids, attention_mask)
     ]
     drafter.last_run = RunStatistics(drafter.config.block_size, requests=[item.statistics for item in requests])
     _run(engine, requests, streamer)
@@ -207,17 +220,22 @@ def _run(engine: Engine, requests: list[Request], streamer: Any) -> None:
 
 def _without_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompt without padding and prompt with all of its padding on the left, of each row."""
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Of each row: prompt without padding, prompt with its padding on the left, and how much of that there is.
+
+    What is masked between tokens is no padding: the target does not see it, and logits processors do.
+    """
     if attention_mask is None:
-        return [(row, row) for row in input_ids]
+        return [(row, row, 0) for row in input_ids]
     prompts = []
     for index, (row, mask) in enumerate(zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)):
         if not bool(mask.any()):
             raise ValueError(
                 f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out."
             )
-        prompts.append((row[mask], torch.cat([row[~mask], row[mask]])))
+        first, *_, last = mask.nonzero().flatten().tolist() * 2  # twice, since there may be one only
+        prefix = torch.cat([row[last + 1 :], row[: last + 1]])
+        prompts.append((row[mask], prefix, len(row) - 1 - last + first))
     return prompts
 
 
@@ -227,6 +245,7 @@ def _output(
     """Texts side by side, padded on the right; scores and logits of a finished row are certain of the padding."""
     longest = max(len(request.tokens) for request in requests)
     pad = _pad_token(generation_config)
+    input_ids = input_ids.long()  # as plain `generate` returns them
     texts = input_ids.new_full((len(requests), longest), pad)
     for row, request in enumerate(requests):
         texts[row, : len(request.tokens)] = request.tokens.to(texts.device)
@@ -243,7 +262,8 @@ def _output(
 def _by_token(rows: list[list[torch.Tensor]], pad: int) -> tuple[torch.Tensor, ...]:
     """`[R, V]` of each new token from the logits `[V]` of each row's tokens."""
     filler = torch.full_like(rows[0][0], -torch.inf)
-    filler[pad] = 0.0
+    if pad < len(filler):
+        filler[pad] = 0.0
     return tuple(
         torch.stack([row[token] if token < len(row) else filler for row in rows])
         for token in range(max(map(len, rows)))
@@ -268,9 +288,16 @@ def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: to
     """Whether positions are those that `generate` makes from the mask (what it puts at padding does not matter)."""
     if positions.shape[-1] != input_ids.shape[1] or positions.dim() != 2:
         return False
-    ones = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    ones = torch.ones_like(input_ids) if mask is None else (mask.to(input_ids.device) != 0).long()
     usual = (ones.cumsum(dim=1) - 1).clamp(min=0)
     return bool(((positions == usual) | (ones == 0)).all())
+
+
+def _drops(target: PreTrainedModel) -> bool:
+    """Whether a target has dropout."""
+    fields = target.config.get_text_config(decoder=True).to_dict().items()
+    rates = [value for name, value in fields if "dropout" in name or name.endswith("pdrop")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def report_quantised(target: PreTrainedModel, statistics: RunStatistics) -> None:

@@ -6,6 +6,7 @@ Shapes: `N` packed tokens, `P` positions with logits, `L` tapped layers, `D` hid
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ _PROBE_ROWS = ([5, 7, 11, 13, 17], [19, 5, 3])  # token ids, taken modulo the vo
 _PROBE_DRAFTS = ([7, 5], [11, 13, 2])
 _PROBE_TOLERANCE = 0.1  # of the spread of the logits; rounding in bf16 is below 0.03, other attention is above 0.5
 _reasons: "WeakKeyDictionary[PreTrainedModel, str | None]" = WeakKeyDictionary()
+_probing = Lock()
 
 
 class PackedOutput(NamedTuple):
@@ -90,9 +92,10 @@ def why_not_packable(target: PreTrainedModel) -> str | None:
     What the configuration says is checked first; then two short rows are run packed and plainly, and their logits are
     compared, which also finds out about attention that this code has never heard of.
     """
-    if target not in _reasons:
-        _reasons[target] = _from_config(target) or _from_probe(target)
-    return _reasons[target]
+    with _probing:  # a second thread waits: its packed forwards would be in the way of the plain ones here
+        if target not in _reasons:
+            _reasons[target] = _from_config(target) or _from_probe(target)
+        return _reasons[target]
 
 
 def _from_config(target: PreTrainedModel) -> str | None:
@@ -121,6 +124,8 @@ def _from_probe(target: PreTrainedModel) -> str | None:
             plain = [target(input_ids=text[None].to(packed.device), use_cache=False).logits[0] for text in texts]
     except NotPackableError as refusal:
         return str(refusal)
+    except torch.OutOfMemoryError:  # says nothing about the target
+        raise
     except Exception as failure:  # whatever a target of an unknown kind raises is the reason
         return f"a packed forward failed with {failure!r}"
     if reason := _missing_windows(target, plan.windows):

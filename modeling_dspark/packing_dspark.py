@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
+from threading import Lock
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _NEUTRAL_ARGUMENTS = {
     "use_cache",
 }
 _active_plan: ContextVar["PackedPlan | None"] = ContextVar("dspark_packed_plan", default=None)
+_borrowed: dict[int, list[Any]] = {}  # by `id` of a config: packed forwards under way, and its implementation before
+_borrowing = Lock()
 
 
 class NotPackableError(ValueError):
@@ -192,8 +195,14 @@ def packed_attention(
 
     Raises:
         NotPackableError: for an argument that would change what is attended to, and that is not one of these.
+        RuntimeError: if the target is called plainly while another thread is in a packed forward of it.
     """
-    plan: PackedPlan = _active_plan.get()  # type: ignore[assignment]  # set by `packed_forward`
+    plan = _active_plan.get()
+    if plan is None:
+        raise RuntimeError(
+            "The target was called while another thread decodes with it and a drafter, which changes how it attends. Let "
+            "both threads use the drafter, or one at a time use the target."
+        )
     unknown = sorted(name for name, given in arguments.items() if given is not None and name not in _NEUTRAL_ARGUMENTS)
     if attention_mask is not None or unknown or dropout or arguments.get("is_causal") is False:
         raise NotPackableError(
@@ -221,16 +230,35 @@ def packed_forward(configs: list[Any], plan: PackedPlan) -> Iterator[None]:
     """
     if _NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(_NAME, packed_attention)
-    before = [config._attn_implementation_internal for config in configs]
     token = _active_plan.set(plan)
+    taken: list[Any] = []
     try:
         for config in configs:
-            config._attn_implementation_internal = _NAME
+            taken.append(config)
+            _borrow(config)
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
+        for config in taken:
+            _give_back(config)
         _active_plan.reset(token)
+
+
+def _borrow(config: Any) -> None:
+    """Switch a config to packed attention; threads that decode with one target at once share it."""
+    with _borrowing:
+        entry = _borrowed.setdefault(id(config), [0, config._attn_implementation_internal])
+        entry[0] += 1
+        config._attn_implementation_internal = _NAME
+
+
+def _give_back(config: Any) -> None:
+    """Undo `_borrow`, once nobody is in a packed forward any more."""
+    with _borrowing:
+        entry = _borrowed.get(id(config), [1, config._attn_implementation_internal])  # absent: it was interrupted
+        entry[0] -= 1
+        if entry[0] <= 0:
+            config._attn_implementation_internal = entry[1]
+            _borrowed.pop(id(config), None)
 
 
 def attention_configs(target: PreTrainedModel) -> list[Any]:

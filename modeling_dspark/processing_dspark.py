@@ -54,7 +54,8 @@ class RowProcessors:
     Args:
         processors ([`~transformers.LogitsProcessorList`], *optional*): As `generate` prepared them.
         batch_size (`int`): Rows of the user's batch: a processor that is not known to treat rows alike (a user's own)
-            is called with a batch of this size, so that it finds a prefix in its own row.
+            is called with a batch of this size, so that it finds a prefix in its own row. Requests beyond it, which an
+            engine that runs on has, take the rows in turn.
     """
 
     def __init__(self, processors: LogitsProcessorList | None, batch_size: int):
@@ -134,7 +135,7 @@ class RowProcessors:
         for position, (prefix, row) in enumerate(zip(prefixes, rows, strict=True)):
             batch = prefix.repeat(self.batch_size, 1)
             scores = logits[position].repeat(self.batch_size, 1)
-            processed.append(processor(batch, scores)[row])
+            processed.append(processor(batch, scores)[row % self.batch_size])
         return torch.stack(processed)
 
 
@@ -156,11 +157,11 @@ class StopConditions:
         self._clocks: list[Any] = []
         self._content: list[Any] = []
         for criterion in criteria or ():
-            if isinstance(criterion, MaxLengthCriteria):
+            if type(criterion) is MaxLengthCriteria:  # a subclass may do something else
                 self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
-            elif isinstance(criterion, EosTokenCriteria):
+            elif type(criterion) is EosTokenCriteria:
                 self.eos_token_ids |= set(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
-            elif isinstance(criterion, MaxTimeCriteria):
+            elif type(criterion) is MaxTimeCriteria:
                 self._clocks.append(criterion)
             else:
                 self._content.append(criterion)
@@ -180,7 +181,7 @@ class StopConditions:
         """
         ends = [self._by_token(len(text) - len(new), new) for text, new in texts]
         for criterion in self._content:
-            if isinstance(criterion, StopStringCriteria):
+            if type(criterion) is StopStringCriteria:
                 found = _first_stops(criterion, texts)
             else:
                 found = [self._asked(criterion, *item) for item in zip(texts, ends, rows, scores, strict=True)]
@@ -204,7 +205,7 @@ class StopConditions:
             known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
             given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
             answer = torch.as_tensor(criterion(tokens[:length].repeat(self._batch_size, 1), given))
-            if bool(answer if answer.dim() == 0 else answer[row]):
+            if bool(answer if answer.numel() == 1 else answer[row % self._batch_size]):
                 return length
         return None
 

@@ -7,6 +7,7 @@ other programs only ever add time; the curves are then made to rise, that of ver
 import hashlib
 import json
 import os
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -69,9 +70,10 @@ def profile(drafter: Any, target: PreTrainedModel, *, refresh: bool = False) -> 
     digest = _name_of(key)
     known = _known.setdefault(target, {})
     if digest not in known or refresh:
-        found = None if refresh else _stored(costs_folder() / f"{digest}.json", key)
+        found = None if refresh else _stored(digest, key)
         if found is None:
-            found = measure(drafter, target)
+            with torch.random.fork_rng(_accelerators(target)):  # a measurement draws tokens; the caller's seed stays
+                found = measure(drafter, target)
             _store(found, digest)
         known[digest] = found
     return known[digest]
@@ -120,7 +122,8 @@ def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_si
 
 def costs_folder() -> Path:
     """Where profiles are kept."""
-    return Path(os.environ.get("DSPARK_CACHE", Path.home() / ".cache" / "dspark")) / "costs"
+    chosen = os.environ.get("DSPARK_CACHE")
+    return (Path(chosen) if chosen else Path("~/.cache/dspark").expanduser()) / "costs"
 
 
 def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
     device = input_device(target)
     accelerator = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if accelerator else f"{device.type}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if accelerator else f"{_cpu_name()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype),
         "drafter_dtype": str(drafter.dtype),
@@ -153,7 +156,7 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
         "long": _Bench(drafter, target, do_sample=False),
         "ragged": _Bench(drafter, target, do_sample=False),
     }
-    tasks = _tasks(drafter.config.block_size)
+    tasks = _tasks(drafter.config.block_size, *_contexts(target, drafter.config.block_size))
     fastest: dict[_Task, tuple[float, ...]] = {}
     most_rows = max(_ROWS)
     with logging.tqdm(total=len(tasks) * _REPEATS, desc="Measuring what a round costs here (once)") as bar:
@@ -178,17 +181,26 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
     )
 
 
-def _tasks(block_size: int) -> list[_Task]:
+def _contexts(target: PreTrainedModel, block_size: int) -> tuple[int, int]:
+    """The usual and the long context of the grid, no longer than the target's positions."""
+    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = min(_LONG_CONTEXT, (most or 2 * _LONG_CONTEXT) - block_size - 1)
+    if longest < 4:
+        raise ValueError(f"The target has {most} positions, too few for blocks of {block_size} drafts.")
+    return min(_CONTEXT, longest // 2), longest
+
+
+def _tasks(block_size: int, context: int = _CONTEXT, long_context: int = _LONG_CONTEXT) -> list[_Task]:
     """The grid: rows by drafts verified, a few of them with sampling, and one long context to tell its cost."""
     lengths = {rows: {0, 1, block_size} for rows in _ROWS} | {1: {0, 1, 2, 3, block_size}, 8: {0, 1, 2, block_size}}
     tasks = [
-        _Task("greedy", rows, min(length, block_size), 1 if length == 1 else block_size)
+        _Task("greedy", rows, min(length, block_size), 1 if length == 1 else block_size, context)
         for rows in _ROWS
         for length in sorted(lengths[rows])
     ]
-    tasks += [_Task("sampled", rows, length, length) for rows in _SAMPLED_ROWS for length in (1, block_size)]
-    tasks += [_Task("ragged", rows, block_size, block_size) for rows in _ROWS if rows > 1]
-    tasks += [_Task("long", rows, 0, block_size, _LONG_CONTEXT) for rows in (1, _LONG_CONTEXT_ROWS)]
+    tasks += [_Task("sampled", rows, length, length, context) for rows in _SAMPLED_ROWS for length in (1, block_size)]
+    tasks += [_Task("ragged", rows, block_size, block_size, context) for rows in _ROWS if rows > 1]
+    tasks += [_Task("long", rows, 0, block_size, long_context) for rows in (1, _LONG_CONTEXT_ROWS)]
     return list(dict.fromkeys(tasks))
 
 
@@ -224,11 +236,9 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
 
 def _seconds_per_context(fastest: dict[_Task, tuple[float, ...]]) -> float:
     """What a token of context adds to the target's forward."""
-    rows = max(task.rows for task in fastest if task.kind == "long")
-    slots = max(task.num_slots for task in fastest)
-    short = fastest[_Task("greedy", rows, 0, slots)][1]
-    long = fastest[_Task("long", rows, 0, slots, _LONG_CONTEXT)][1]
-    return max(long - short, 0.0) / (rows * (_LONG_CONTEXT - _CONTEXT))
+    long = max((task for task in fastest if task.kind == "long"), key=lambda task: task.rows)
+    short = next(task for task in fastest if task[:4] == ("greedy", long.rows, 0, long.num_slots))
+    return max(fastest[long][1] - fastest[short][1], 0.0) / (long.rows * (long.context - short.context))
 
 
 def _drafting(fastest: dict[_Task, tuple[float, ...]]) -> dict[str, dict[int, dict[int, float]]]:
@@ -317,13 +327,14 @@ class _Bench:
         return time.perf_counter()
 
 
-def _stored(path: Path, key: dict[str, Any]) -> CostProfile | None:
-    """The profile in a file, if it is one and was made for `key`."""
-    if not path.exists():
-        return None
+def _stored(digest: str, key: dict[str, Any]) -> CostProfile | None:
+    """The profile of that name, if there is one and it was made for `key`."""
     try:
+        path = costs_folder() / f"{digest}.json"
+        if not path.exists():
+            return None
         found = CostProfile.load(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: no home folder
         logger.warning(f"The stored cost profile is measured again: {error}")
         return None
     return found if found.key == key else None
@@ -337,8 +348,21 @@ def _name_of(key: dict[str, Any]) -> str:
 def _store(costs: CostProfile, digest: str) -> None:
     try:
         costs.save(costs_folder() / f"{digest}.json")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.warning_once(f"The cost profile could not be stored, so the next program measures again: {error}.")
+
+
+def _accelerators(target: PreTrainedModel) -> list[torch.device]:
+    device = input_device(target)
+    return [device] if device.type == "cuda" else []
+
+
+def _cpu_name() -> str:
+    """The model of the CPU, where the system tells."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(errors="replace").splitlines() if facts.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _digest(model: PreTrainedModel) -> str:

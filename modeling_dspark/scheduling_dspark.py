@@ -196,12 +196,13 @@ def fallback_settings(settings: DraftSettings, config: DSparkConfig) -> DraftSet
     """The settings for a loop in which costs are not known: a static schedule in the place of one that needs them."""
     if not make_schedule(settings).needs_costs:
         return settings
+    has_head = config.enable_confidence_head
+    instead = f"the static confidence threshold {settings.confidence_threshold}" if has_head else "all drafts"
     logger.warning_once(
         f"`num_assistant_tokens_schedule={settings.schedule!r}` needs measured costs, which Transformers' own assisted loop "
-        "does not have; this call uses the static confidence threshold "
-        f"{config.default_assistant_confidence_threshold}."
+        f"does not have; this call uses {instead}."
     )
-    return replace(settings, schedule="confidence")
+    return replace(settings, schedule="confidence" if has_head else "fixed")
 
 
 def make_schedule(settings: DraftSettings) -> Any:
@@ -233,16 +234,22 @@ def checked_lengths(schedule: Any, view: RoundView) -> list[int]:
     Raises:
         ValueError: if the lengths of a user's schedule are not one integer a row within what was drafted.
     """
-    lengths = schedule.lengths(view)
     most = [len(row) for row in view.confidence]
-    if len(lengths) != len(most) or any(
-        not 0 <= length <= limit or int(length) != length for length, limit in zip(lengths, most, strict=True)
-    ):
+    returned = schedule.lengths(view)
+    try:
+        lengths = [int(length) for length in returned]
+        exact = len(lengths) == len(most) and all(
+            length == given and 0 <= length <= limit
+            for length, given, limit in zip(lengths, returned, most, strict=True)
+        )
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # not a list of numbers, or not finite ones
+        exact = False
+    if not exact:
         raise ValueError(
-            f"The schedule {schedule.name} returned the lengths {lengths}; it must return one integer a row, "
+            f"The schedule {schedule.name} returned the lengths {returned}; it must return one integer a row, "
             f"between 0 and {most}."
         )
-    return [int(length) for length in lengths]
+    return lengths
 
 
 class _Adapted(Schedule):

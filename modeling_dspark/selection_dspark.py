@@ -50,7 +50,7 @@ class TokenSelector:
             return Scores(logits, logits)  # only their order matters, so they stay as they are
         logits = logits.to(torch.float32, copy=True)
         raw = logits.clone() if self.keep_logits and self.processors else logits
-        return Scores(raw, self.processors(logits, prefixes, rows))
+        return Scores(raw, self.processors(logits, prefixes, rows).float())
 
     def choose(self, processed: torch.Tensor) -> torch.Tensor:
         """A token `[P]` from each row of processed logits `[P, V]`, where nothing was drafted."""

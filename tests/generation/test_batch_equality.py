@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from modeling_dspark import CostProfile, Engine, Schedule, block_drafter_dspark, engine_dspark, profiling_dspark
 from modeling_dspark.costs_dspark import Curve
@@ -743,6 +744,40 @@ class TestEngine:
                 engine.add_request(torch.tensor([5, 6]), max_new_tokens=wrong)
         with pytest.raises(ValueError, match="prompt"):
             engine.add_request(torch.tensor([], dtype=torch.long), max_new_tokens=4)
+
+    def test_own_processors_and_criteria_of_an_engine_that_runs_on(self):
+        """More requests than rows of the batch that they expect: each is asked about with a batch of that size."""
+
+        class Forbids(LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                sizes.add(len(input_ids))
+                return scores.masked_fill(torch.arange(scores.shape[1]) == forbidden, -torch.inf)
+
+        class AfterSix(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                sizes.add(len(input_ids))
+                return torch.full((len(input_ids),), input_ids.shape[1] >= len(PROMPTS[0]) + 6)
+
+        sizes = set()
+        target, texts = target_of("llama"), texts_of("llama")
+        forbidden = texts[0][3]
+        expected = alone(target, PROMPTS[0], logits_processor=LogitsProcessorList([Forbids()]), max_new_tokens=6)
+        for batch_size in (1, 2):
+            sizes.clear()
+            engine = self.engine(
+                wrong_drafter(target, PROMPTS, texts), target, "fixed", None, batch_size=batch_size,
+                logits_processor=LogitsProcessorList([Forbids()]), stopping_criteria=StoppingCriteriaList([AfterSix()]),
+            )  # fmt: skip
+            arrivals = [(name, name, PROMPTS[0], NEW) for name in range(5)]
+            assert self.run(engine, arrivals) == dict.fromkeys(range(5), expected)
+            assert sizes == {batch_size}
+
+    def test_costs_that_say_nothing_are_warned_about(self, fake_costs, caplog):
+        logging.get_logger("modeling_dspark.block_drafter_dspark").warning_once.cache_clear()
+        target = target_of("llama")
+        for verify, warned in ((Curve([1, 101], [1.0, 1.1]), False), (Curve([1, 101], [1.0, 1.0]), True)):
+            self.engine(tiny_drafter(target), target, "throughput", dataclasses.replace(fake_costs, verify=verify))
+            assert ("101 tokens in the time of one" in caplog.text) == warned
 
     def test_a_schedule_that_weighs_costs_needs_them(self):
         target = target_of("llama")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
@@ -288,24 +289,181 @@ class TestDispatcher:
             install_dispatcher()
 
 
+class _LongEnough(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class TestHostileBatches:
+    """What a careless caller passes: plain `generate`'s text, or an error that names the way out."""
+
+    NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+    def both(self, inputs, *, rows=None, **kwargs):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        kwargs = self.NEW | kwargs
+        expected = target.generate(**inputs, **kwargs)
+        return target.generate(**inputs, assistant_model=drafter, **kwargs), expected
+
+    @pytest.mark.parametrize("mask", [[1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]], ids=str)
+    @pytest.mark.parametrize(
+        "processors",
+        [{}, {"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[13, 17]]}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_masks_with_holes(self, mask, processors, rows):
+        inputs = {"input_ids": torch.tensor(PROMPT * rows), "attention_mask": torch.tensor([mask] * rows)}
+        ours, expected = self.both(inputs, **processors)
+        assert torch.equal(ours, expected)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_token_ids_of_either_width(self, dtype):
+        ours, expected = self.both({"input_ids": torch.tensor(PROMPT * 2, dtype=dtype)})
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
+    def test_masks_of_any_dtype(self, dtype):
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]).to(dtype)
+        ours, expected = self.both({"input_ids": torch.tensor(PROMPT * 2), "attention_mask": mask})
+        assert torch.equal(ours, expected)
+
+    def test_masks_that_number_segments_do_not_pass_unnoticed(self):
+        """Plain `generate` makes positions 1, 3, 5, ... of a mask of twos."""
+        inputs = {"input_ids": torch.tensor(PROMPT), "attention_mask": torch.full((1, len(PROMPT[0])), 2)}
+        ours, expected = self.both(inputs)
+        assert torch.equal(ours, expected)
+
+    def test_a_padding_token_beyond_the_vocabulary(self):
+        target = tiny_target("llama")
+        kwargs = self.NEW | {"pad_token_id": 61, "output_scores": True, "return_dict_in_generate": True}
+        ours = target.generate(torch.tensor(PROMPT), assistant_model=tiny_drafter(target), **kwargs)
+        expected = target.generate(torch.tensor(PROMPT), **kwargs)
+        assert torch.equal(ours.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+
+    def test_an_empty_batch(self):
+        target = tiny_target("llama")
+        with pytest.raises(ValueError, match=r"batch is empty.*\[0, 4\]"):
+            target.generate(torch.zeros(0, 4, dtype=torch.long), assistant_model=tiny_drafter(target), **self.NEW)
+
+    @pytest.mark.parametrize("way", ["assistant_model", "custom_generate"])
+    def test_several_sequences_of_a_prompt(self, way):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        door = {"assistant_model": drafter} if way == "assistant_model" else {"custom_generate": drafter.decode}
+        kwargs = self.NEW | {"do_sample": True, "num_return_sequences": 2}
+        with pytest.raises(ValueError, match="num_return_sequences"):
+            target.generate(torch.tensor(PROMPT), **door, **kwargs)
+
+    def test_a_longest_length_that_the_prompt_has_already(self):
+        """Plain `generate` looks at criteria after a token, so there is one."""
+        criteria = StoppingCriteriaList([MaxLengthCriteria(3)])
+        ours, expected = self.both({"input_ids": torch.tensor(PROMPT * 2)}, stopping_criteria=criteria)
+        assert torch.equal(ours, expected)
+
+    def test_subclasses_of_criteria_are_asked(self):
+        class Patient(EosTokenCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return super().__call__(input_ids, scores) & (input_ids.shape[1] > len(PROMPT[0]) + 6)
+
+        target = tiny_target("llama")
+        text = plain(target, PROMPT, max_new_tokens=10, eos_token_id=None)[0].tolist()
+        for token in (text[7], text[14]):
+            criteria = StoppingCriteriaList([Patient(token)])
+            ours, expected = self.both({"input_ids": torch.tensor(PROMPT)}, stopping_criteria=criteria)
+            assert torch.equal(ours, expected)
+
+    def test_criteria_that_answer_for_the_whole_batch(self):
+        class Never(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return torch.tensor([input_ids.shape[1] >= len(PROMPT[0]) + 4])
+
+        ours, expected = self.both(
+            {"input_ids": torch.tensor(PROMPT * 2)}, stopping_criteria=StoppingCriteriaList([Never()])
+        )
+        assert torch.equal(ours, expected)
+
+    def test_a_target_in_training_mode(self):
+        """Without dropout it decodes as ever; with it no text is the same twice, and a batch is told so."""
+        target = tiny_target("llama").train()
+        expected = target.generate(torch.tensor(PROMPT * 2), **self.NEW)
+        ours = target.generate(torch.tensor(PROMPT * 2), assistant_model=tiny_drafter(target), **self.NEW)
+        assert torch.equal(ours, expected)
+        target = tiny_target("gpt2").train()
+        with pytest.raises(ValueError, match=r"dropout.*target\.eval\(\)"):
+            target.generate(torch.tensor(PROMPT * 2), assistant_model=tiny_drafter(target), **self.NEW)
+        assert target.training
+
+    @pytest.mark.parametrize("others", ["assisted", "plain"])
+    def test_threads_leave_the_target_as_it_was(self, others):
+        """Texts are right, and a plain call beside an assisted one is right too or says what is the matter."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        target = tiny_target("llama")
+        drafters = [tiny_drafter(target) for _ in range(4)]
+        expected, told = target.generate(torch.tensor(PROMPT), **self.NEW), []
+
+        def call(number):
+            door = {"assistant_model": drafters[number % 4], "num_assistant_tokens_schedule": "fixed"}
+            try:
+                return target.generate(
+                    torch.tensor(PROMPT), **self.NEW, **(door if number % 2 or others == "assisted" else {})
+                )
+            except RuntimeError as error:
+                told.append(str(error))
+                return expected
+
+        with ThreadPoolExecutor(4) as pool:
+            for text in pool.map(call, range(24)):
+                assert torch.equal(text, expected)
+        assert all("another thread" in error for error in told)
+        assert others == "plain" or not told
+        assert target.config._attn_implementation == "sdpa"
+        assert torch.equal(target.generate(torch.tensor(PROMPT), **self.NEW), expected)
+
+
 class TestStreaming:
+    class Keeps(BaseStreamer):
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.view(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
     def test_the_streamer_ends_where_the_text_ends(self):
-        class Keeps(BaseStreamer):
-            def __init__(self):
-                self.tokens, self.ended = [], False
-
-            def put(self, value):
-                self.tokens += value.view(-1).tolist()
-
-            def end(self):
-                self.ended = True
-
         target = tiny_target("llama")
         text = plain(target, PROMPT, max_new_tokens=30, eos_token_id=None)[0].tolist()
         for eos in (None, text[12], text[17]):
-            streamer = Keeps()
+            streamer = self.Keeps()
             output = assisted(target, scripted(target), PROMPT, max_new_tokens=30, eos_token_id=eos, streamer=streamer)
             assert streamer.tokens == output[0].tolist()
+            assert streamer.ended
+
+    @pytest.mark.parametrize("kind", ["stop string", "criterion"])
+    def test_the_streamer_ends_where_other_conditions_end_the_text(self, kind, tiny_tokenizer):
+        """In the middle of an accepted block: nothing behind it is streamed."""
+        target = tiny_target("llama")
+        text = plain(target, PROMPT, max_new_tokens=30, eos_token_id=None)[0].tolist()
+        for length in range(8, 14):
+            streamer = self.Keeps()
+            if kind == "criterion":
+                stop = {"stopping_criteria": StoppingCriteriaList([_LongEnough(length)])}
+            else:
+                stop = {"stop_strings": tiny_tokenizer.decode(text[length - 2 : length]), "tokenizer": tiny_tokenizer}
+            kwargs = {"max_new_tokens": 30, "eos_token_id": None} | stop
+            expected = plain(target, PROMPT, **kwargs)[0].tolist()
+            output = assisted(target, scripted(target), PROMPT, streamer=streamer, **kwargs)[0].tolist()
+            assert output == streamer.tokens == expected
+            assert len(expected) <= length
             assert streamer.ended
 
     def test_text_streamers(self, tiny_tokenizer, capsys):

@@ -70,6 +70,10 @@ def attend_packed(starts, counts, *, heads=4, kv_heads=2, first_row=0, capacity_
         ]
         with packed_forward([], plan):
             keys, values = cache.update(pieces[1], pieces[2], 0)
+            buffers = cache.rows._buffers[0]
+            assert [view.data_ptr() for view in (keys, values)] == [
+                buffer[first_row].data_ptr() for buffer in buffers
+            ]  # views: the context is never copied
             keys_before = keys.clone()
             output, weights = packed_attention(module, pieces[0], keys, values, None, dropout=0.0, **options)
         assert weights is None
@@ -321,6 +325,38 @@ class TestPackableTargets:
         assert why_not_packable(target) is None
         assert not any(module.training for module in target.modules())
 
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_embedding_rows_beyond_the_vocabulary(self, size):
+        """Padded for tensor cores: a token that is none never comes out, and the text is plain `generate`'s."""
+        target = tiny_target("llama", tie_word_embeddings=False)
+        vocabulary = target.config.vocab_size
+        target.resize_token_embeddings(vocabulary, pad_to_multiple_of=64)
+        target.config.vocab_size = vocabulary
+        drafter = tiny_drafter(target)
+        with torch.no_grad():
+            target.lm_head.weight[vocabulary:] = 0
+        inputs = {"input_ids": torch.tensor(PROMPT * size), "max_new_tokens": 12, "do_sample": False}
+        expected = target.generate(**inputs, eos_token_id=None)
+        assert torch.equal(target.generate(**inputs, eos_token_id=None, assistant_model=drafter), expected)
+
+    def test_a_target_that_was_placed_by_a_device_map(self, tmp_path):
+        """Hooks of accelerate move tensors; text and placement stay."""
+        tiny_target("llama").save_pretrained(tmp_path)
+        placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}).eval()
+        inputs = {"input_ids": torch.tensor(PROMPT * 2), "max_new_tokens": 9, "do_sample": False}
+        expected = placed.generate(**inputs, eos_token_id=None)
+        assert torch.equal(
+            placed.generate(**inputs, eos_token_id=None, assistant_model=tiny_drafter(placed)), expected
+        )
+
+    def test_running_out_of_memory_says_nothing_about_a_target(self):
+        target = tiny_target("llama")
+        forward, target.forward = target.forward, _out_of_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            why_not_packable(target)
+        target.forward = forward
+        assert why_not_packable(target) is None
+
     def test_the_answer_does_not_depend_on_dropout(self):
         target = tiny_target("gpt2").train()
         assert why_not_packable(target) is None
@@ -437,6 +473,10 @@ class TestPackableTargets:
         target = tiny_target("lfm2")
         with pytest.raises(ValueError, match="Lfm2ForCausalLM cannot be decoded.*conv"):
             Engine(tiny_drafter(target), target, settings=DraftSettings(4, "fixed", 0.5))
+
+
+def _out_of_memory(input_ids=None, position_ids=None, **_):
+    raise torch.OutOfMemoryError("no")
 
 
 class _DistanceAttention:

@@ -132,6 +132,19 @@ class TestPrecision:
         )
         assert proposal.confidence_logits.dtype == torch.float32
 
+    def test_drafts_are_drawn_from_fp32_logits_whatever_a_processor_returns(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        proposal = drafter.propose(
+            drafter.bind(target),
+            context_of(target, drafter, [[5, 6]]),
+            anchor_tokens=torch.tensor([7]),
+            cache=DSparkCache(),
+            do_sample=True,
+            logits_processor=lambda _, scores: scores.bfloat16(),
+        )
+        assert proposal.logits.dtype == torch.float32
+
 
 def test_attention_implementations_agree():
     target = tiny_target("llama")

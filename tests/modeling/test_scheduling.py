@@ -6,6 +6,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -437,7 +438,22 @@ class TestCheckedLengths:
     VIEW = RoundView([[0.5, 0.5], [0.5]], num_rows=2)
 
     @pytest.mark.parametrize(
-        "lengths", [[1], [1, 1, 1], [3, 0], [0, 2], [-1, 0], [0.5, 0], [math.nan, 0], [math.inf, 0], []]
+        "lengths",
+        [
+            [1],
+            [1, 1, 1],
+            [3, 0],
+            [0, 2],
+            [-1, 0],
+            [0.5, 0],
+            [math.nan, 0],
+            [math.inf, 0],
+            [],
+            None,
+            3,
+            [None, 0],
+            [[1, 2], [1, 2]],
+        ],
     )
     def test_wrong_lengths_are_named(self, lengths):
         class Wrong(Schedule):
@@ -446,6 +462,15 @@ class TestCheckedLengths:
 
         with pytest.raises(ValueError, match=r"Wrong returned the lengths.*between 0 and \[2, 1\]"):
             checked_lengths(Wrong(), self.VIEW)
+
+    def test_a_view_that_is_written_to_changes_nothing(self):
+        class Grows(Schedule):
+            def lengths(self, view):
+                view.confidence[0].append(1.0)
+                return [3, 0]
+
+        with pytest.raises(ValueError, match="between 0 and"):
+            checked_lengths(Grows(), RoundView([[0.5, 0.5], [0.5]], num_rows=2))
 
     @pytest.mark.parametrize("lengths", [(2, 0), [2.0, 0.0], torch.tensor([2, 0])], ids=["tuple", "float", "tensor"])
     def test_whole_numbers_of_any_kind_are_taken(self, lengths):
@@ -592,6 +617,15 @@ class TestSettings:
             0.6,
         )
         assert "needs measured costs" in caplog.text
+
+    def test_without_a_confidence_head_all_drafts_are_verified(self, caplog):
+        class Weighs(FixedSchedule):
+            needs_costs = True
+
+        logging.get_logger("modeling_dspark.scheduling_dspark").warning_once.cache_clear()
+        config = drafter_config(enable_confidence_head=False)
+        assert fallback_settings(DraftSettings(5, Weighs(), 0.6), config).schedule == "fixed"
+        assert "this call uses all drafts" in caplog.text
 
     @pytest.mark.parametrize("schedule", ["fixed", "confidence", PeekingSchedule()])
     def test_schedules_without_costs_need_no_fallback(self, schedule, caplog):
@@ -757,6 +791,9 @@ class TestCostProfile:
             {"verify": {"counts": ["1", "2"], "seconds": [1.0, 2.0]}},
             {"draft": {"counts": [1]}},
             {"other": 3},
+            {"processing": None},
+            {"processing": {"TopK": "fast"}},
+            {"verify": {"counts": [1], "seconds": [1.0]}},
         ],
         ids=str,
     )
@@ -797,6 +834,60 @@ class TestProfiles:
         drafter.profile(target, refresh=True)
         assert len(measured) == 2
 
+    def test_a_measurement_leaves_random_numbers_alone(self, measured, monkeypatch, fake_costs):
+        """It draws tokens; a seed set before the first call has to give what it gives in later ones."""
+
+        def draws(drafter, target):
+            torch.rand(3)
+            return replace(fake_costs, key=profile_key(drafter, target))
+
+        monkeypatch.setattr(profiling_dspark, "measure", draws)
+        pair = self.pair()
+        torch.manual_seed(5)
+        profile(*pair)
+        after = torch.rand(1)
+        torch.manual_seed(5)
+        assert torch.equal(after, torch.rand(1))
+
+    @pytest.mark.parametrize("trouble", ["no home", "closed", "empty variable"])
+    def test_a_cache_folder_that_cannot_be_had(self, trouble, measured, monkeypatch, tmp_path):
+        """The profile is measured and used all the same."""
+        if trouble == "closed":
+            monkeypatch.setattr(Path, "exists", self.fail(PermissionError))
+        else:
+            monkeypatch.setattr(profiling_dspark, "costs_folder", self.costs_folder)
+            monkeypatch.setenv("DSPARK_CACHE", "")
+            if trouble == "no home":
+                monkeypatch.setattr(Path, "expanduser", self.fail(RuntimeError))
+            else:
+                monkeypatch.setenv("HOME", str(tmp_path))
+        drafter, target = self.pair()
+        assert profile(drafter, target) is profile(drafter, target)
+        assert len(measured) == 1
+        if trouble == "empty variable":
+            assert list((tmp_path / ".cache" / "dspark" / "costs").iterdir())
+
+    costs_folder = staticmethod(profiling_dspark.costs_folder)
+
+    def fail(self, error):
+        def fails(*_, **__):
+            raise error("no")
+
+        return fails
+
+    def test_targets_with_few_positions_are_measured(self, monkeypatch):
+        """GPT-2's learned positions end at 1024 (here at 40); no more of them are asked for."""
+        monkeypatch.setattr(profiling_dspark, "_SECONDS", 0.0)
+        monkeypatch.setattr(profiling_dspark, "_ROWS", (1, 2, 8))
+        monkeypatch.setattr(profiling_dspark, "_SAMPLED_ROWS", (1, 2))
+        target = tiny_target("gpt2", n_positions=40)
+        costs = measure(tiny_drafter(target), target)
+        assert costs.verify(1) > 0
+        few = tiny_target("gpt2", n_positions=8)
+        drafter = tiny_drafter(few)
+        with pytest.raises(ValueError, match="8 positions"):
+            measure(drafter, few)
+
     def test_generate_measures_for_schedules_that_weigh_costs_only(self, measured):
         drafter, target = self.pair()
         kwargs = {"assistant_model": drafter, "max_new_tokens": 3, "do_sample": False}
@@ -815,6 +906,8 @@ class TestProfiles:
             lambda: (tiny_drafter(target, block_size=3), target),
             lambda: (target.set_attn_implementation("eager"), (drafter, target))[1],
             lambda: (monkeypatch.setattr(torch, "get_num_threads", lambda: 77), (drafter, target))[1],
+            lambda: (monkeypatch.setattr(profiling_dspark, "_cpu_name", lambda: "another"), (drafter, target))[1],
+            lambda: (monkeypatch.setattr(torch, "__version__", "9.9"), (drafter, target))[1],
         ]
         for count, change in enumerate(changes, 2):
             profile(*change())
