@@ -189,7 +189,9 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     settings = recording_settings(arguments, drafter, target, tokenizer)
 
     def recorder(pending: Sequence[Prompt]) -> Iterator[tuple[int, RunStatistics]]:
-        set_seed(arguments.seed * 1_000_003 + len(pending))  # a resumed run draws other answers than it drew before
+        set_seed(
+            (arguments.seed * 1_000_003 + len(pending)) % 2**32
+        )  # a resumed run draws other answers than it drew before
         engine = make_engine(drafter, target, arguments.temperature)
         sizes = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.batch_size}
         return record(engine, pending, device=target.device, **sizes)

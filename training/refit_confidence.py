@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, set_seed
 
 from modeling_dspark import DSparkModel
 from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.regenerate import write_atomically
 from training.rounds import Prompt, make_engine, record
 
 
@@ -49,6 +50,10 @@ class RefitArguments(CalibrateArguments):
         if (Path(self.output) / "model.safetensors").exists() and not self.overwrite:
             raise ValueError(
                 f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder."
+            )
+        if Path(self.drafter).is_dir() and not (Path(self.drafter) / "model.safetensors").is_file():
+            raise ValueError(
+                f"`drafter` (`{self.drafter}`) has no model.safetensors, in which the new head would be put."
             )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, got {self.weight_decay}.")
@@ -103,12 +108,12 @@ def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weig
         outcomes (`torch.BoolTensor` of shape `(n,)`): Whether the slot was accepted.
         weight_decay (`float`): L2 penalty on the change of standardised weights.
     """
-    mean, scale = inputs.mean(dim=0), inputs.std(dim=0).clamp(min=1e-6)
-    start = head.weight.detach().float()[0]
+    mean, scale = inputs.mean(dim=0), inputs.std(dim=0, correction=0).clamp(min=1e-6)
+    start, bias = head.weight.detach().float().cpu()[0], head.bias.detach().float().cpu()
     change = torch.zeros_like(start, requires_grad=True)  # in units of standardised inputs
     shift = torch.zeros((), requires_grad=True)
     standardised = (inputs - mean) / scale
-    before = inputs @ start + head.bias.detach().float()
+    before = inputs @ start + bias
     optimizer = torch.optim.LBFGS([change, shift], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
@@ -123,7 +128,7 @@ def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weig
     fitted = nn.Linear(head.in_features, 1)
     with torch.no_grad():
         fitted.weight.copy_((start + change / scale)[None])
-        fitted.bias.copy_(head.bias.detach().float() + shift - (change / scale) @ mean)
+        fitted.bias.copy_(bias + shift - (change / scale) @ mean)
     return fitted
 
 
@@ -134,6 +139,10 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
     longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     inputs, outcomes = _recorded(arguments, drafter, target, plan_prompts(arguments, tokenizer, longest))
     num_fit = round(len(inputs) * (1 - arguments.holdout))
+    if not 1 < num_fit < len(inputs):
+        raise ValueError(
+            f"Only {len(inputs)} slots were verified, too few to fit on; pass more `prompts` or a larger `max_new_tokens`."
+        )
     head: nn.Linear = drafter.confidence_head.proj  # type: ignore[union-attr]  # checked when it was loaded
     fitted = fit_head(head, inputs[:num_fit], outcomes[:num_fit], arguments.weight_decay)
     report = {
@@ -143,7 +152,7 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
         "loss_after": _loss(fitted, inputs[num_fit:], outcomes[num_fit:]),
     }
     tqdm.write(json.dumps(report))
-    if report["loss_after"] >= report["loss_before"]:
+    if not report["loss_after"] < report["loss_before"]:  # or not a number
         raise ValueError(
             f"The refitted head is no better on the held-out slots ({report}); nothing is written. Pass more `prompts`."
         )
@@ -155,12 +164,17 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
 def _recorded(
     arguments: RefitArguments, drafter: DSparkModel, target: Any, prompts: Sequence[Prompt]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    set_seed(arguments.seed % 2**32)
     engine = make_engine(drafter, target, arguments.temperature)
     recorder = Recorder(drafter, engine)
     sizes = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.batch_size}
     with tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
         for _ in record(engine, prompts, device=target.device, **sizes):
             bar.update()
+    if not recorder.inputs:
+        raise ValueError(
+            f"No block was verified in answers of {arguments.max_new_tokens} tokens; raise `max_new_tokens`."
+        )
     return torch.cat(recorder.inputs).float().cpu(), torch.cat(recorder.outcomes)
 
 
@@ -183,9 +197,12 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
             shutil.copyfile(path, output / path.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("confidence_temperatures", None)
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (output / "refit_confidence.json").write_text(json.dumps(report, indent=2) + "\n")
+    # The config first: an old head without temperatures does no harm, a new one with old temperatures would.
+    write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
+    partial = output / ".model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.replace(output / "model.safetensors")
+    write_atomically(output / "refit_confidence.json", json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

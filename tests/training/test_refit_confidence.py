@@ -10,6 +10,7 @@ from torch import nn
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
+from training import refit_confidence as refit_module
 from training.refit_confidence import Recorder, RefitArguments, fit_head, head_inputs, refit
 from training.rounds import make_engine
 
@@ -120,7 +121,41 @@ def test_only_the_confidence_head_changes(workspace):
         arguments(workspace)
 
 
+def test_too_few_rounds_are_named_and_nothing_is_written(workspace):
+    with pytest.raises(ValueError, match="raise `max_new_tokens`"):
+        refit(arguments(workspace, max_new_tokens=1))
+    with pytest.raises(ValueError, match="too few to fit on|no better on the held-out"):
+        refit(arguments(workspace, max_new_tokens=3, num_prompts=2))
+    assert not (workspace / "refitted").exists()
+
+
+def test_one_row_leaves_numbers(workspace):
+    """Its spread is zero, and not undefined."""
+    fitted = fit_head(nn.Linear(6, 1), torch.ones(1, 6), torch.tensor([True]), weight_decay=1.0)
+    assert fitted.weight.isfinite().all()
+
+
+def test_an_old_config_never_meets_a_new_head(workspace, monkeypatch):
+    """Interrupted while the weights are written: the folder loads, with the old head and without temperatures."""
+    refit(arguments(workspace, weight_decay=1.0))
+    config = json.loads((workspace / "refitted" / "config.json").read_text()) | {"confidence_temperatures": [2.0] * 4}
+    (workspace / "refitted" / "config.json").write_text(json.dumps(config))
+    before = (workspace / "refitted" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(refit_module, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        refit(arguments(workspace, weight_decay=1.0, overwrite=True))
+    assert (workspace / "refitted" / "model.safetensors").read_bytes() == before
+    assert DSparkModel.from_pretrained(workspace / "refitted").config.confidence_temperatures is None
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_mistakes_are_named(workspace):
+    (workspace / "sharded").mkdir()
+    with pytest.raises(ValueError, match="no model.safetensors"):
+        arguments(workspace, drafter=str(workspace / "sharded"))
     with pytest.raises(ValueError, match="own folder"):
         arguments(workspace, output=str(workspace / "drafter"))
     with pytest.raises(ValueError, match="weight_decay.*-1"):
