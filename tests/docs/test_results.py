@@ -27,6 +27,18 @@ def test_the_measurement_is_of_the_shipped_drafter():
     assert report["drafter"]["sha256"] == hashlib.sha256(weights).hexdigest()
 
 
+def test_the_calibration_is_the_one_that_is_described():
+    calibration = json.loads((ROOT / CARD.parent / "calibration.json").read_text())
+    config = json.loads((ROOT / CARD.parent / "config.json").read_text())
+    assert calibration["temperatures"] == config["confidence_temperatures"]
+    before, after = ([f"{value:.2%}" for value in calibration[name]] for name in ("ece_before", "ece_after"))
+    table = (ROOT / "docs" / "calibration.md").read_text()
+    assert all(f"{one} -> {other}" in table for one, other in zip(before, after, strict=True))
+    mean = sum(calibration["ece_after"]) / len(after)
+    assert f"-> {mean:.2%}" in table
+    assert mean <= 0.015
+
+
 @pytest.mark.parametrize("page", [Path("README.md"), Path("docs") / "batching.md"], ids=str)
 def test_quoted_throughput(page):
     report = json.loads((ROOT / "benchmarks" / "results" / "throughput.json").read_text())
