@@ -164,16 +164,17 @@ class CostProfile:
                 raise ValueError("another format or version")
             values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
             profile = cls(**values)
-            if not all(
-                isinstance(value, (int, float)) for value in [*profile.processing.values(), profile.seconds_per_logits]
-            ):
-                raise ValueError(f"`processing` is {profile.processing}")
+            others: list[Any] = [*profile.processing.values(), profile.seconds_per_logits]
+            if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in others):
+                raise ValueError(
+                    f"`processing` is {profile.processing}, `seconds_per_logits` {profile.seconds_per_logits}"
+                )
             if len(profile.verify.counts) < 2:
                 raise ValueError("`verify` has one point, which says nothing about what a token costs")
             if not 0 <= profile.seconds_per_context < float("inf"):
                 raise ValueError(f"`seconds_per_context` is {profile.seconds_per_context}")
             return profile
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} is not a cost profile that can be used: {error!r}.") from error
 
     def to_sglang(self, block_size: int) -> dict[str, Any]:

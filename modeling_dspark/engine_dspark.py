@@ -41,7 +41,7 @@ class Engine:
         eos_token_ids (`list[int]`, *optional*): End-of-text tokens, besides those of the criteria.
         batch_size (`int`, *optional*, defaults to `1`):
             Rows of the batch that a user's own processors and criteria expect; request `i` is row `i` of it.
-        max_length (`int`, *optional*): Longest text there will be; bounds the memory of the caches.
+        max_length (`int`, *optional*): Longest text, prompt included: texts end there. Bounds the memory of the caches.
         prefill_chunk_size (`int`, *optional*): Most prompt tokens of a request in one forward.
         generator (`torch.Generator`, *optional*): Source of randomness.
         keep_scores, keep_logits (`bool`, *optional*): Keep processed or raw logits of every new token.
@@ -112,8 +112,12 @@ class Engine:
             max_length=room,
         )
         self.packed = PackedTarget(target, config.target_layer_ids, max_length=room)
-        self._block_size = config.block_size
-        self._chunk_size = prefill_chunk_size or _PREFILL_TOKENS
+        self._block_size, self._max_length = config.block_size, max_length
+        self._chunk_size = _PREFILL_TOKENS if prefill_chunk_size is None else prefill_chunk_size
+        if type(self._chunk_size) is not int or self._chunk_size < 1:
+            raise ValueError(f"`prefill_chunk_size` must be an integer of at least 1, got {prefill_chunk_size!r}.")
+        self._vocabulary = len(target.get_input_embeddings().weight)  # type: ignore[arg-type]  # of an embedding
+        self._is_settled = True  # whether texts, caches and features agree: not within a step
         self._waiting: list[Request] = []
         self._active: list[Request] = []  # in the order of the target's rows
         self._num_added = 0
@@ -144,21 +148,22 @@ class Engine:
             [`Request`]: its `tokens` grow with every step; `finished` says when it is done.
 
         Raises:
-            ValueError: for an empty prompt, or without any bound on the length.
+            TypeError: for a prompt that is no tensor of integers, or a length that is no integer.
+            ValueError: for an empty prompt, tokens the target does not have, or without any bound on the length.
         """
-        if prompt.dim() != 1 or len(prompt) == 0:
-            raise ValueError(f"`prompt` must hold at least one token id in one dimension, got {tuple(prompt.shape)}.")
+        self._check(prompt, max_new_tokens)
         prefix = prompt if prefix is None else prefix
         criteria = self.conditions.max_length  # checked after a token, so there is always one
         bounds = [
+            self._max_length,
             None if criteria is None else max(criteria, len(prefix) + 1),
             None if max_new_tokens is None else len(prefix) + max_new_tokens,
         ]
         bound = min((value for value in bounds if value is not None), default=0)
         if bound <= len(prefix):
             raise ValueError(
-                f"`max_new_tokens` must leave room for at least one token after the {len(prefix)} of the prompt, got "
-                f"{max_new_tokens}."
+                f"There must be a bound on the text, with room for a token after the {len(prefix)} of the prompt: got "
+                f"`max_new_tokens={max_new_tokens}`, and an engine with `max_length={self._max_length}`."
             )
         device = self.packed.device
         statistics = RunStatistics(self._block_size)
@@ -168,9 +173,31 @@ class Engine:
         self._waiting.append(request)
         return request
 
+    def _check(self, prompt: Any, max_new_tokens: Any) -> None:
+        if not isinstance(prompt, torch.Tensor) or prompt.is_floating_point() or prompt.dtype == torch.bool:
+            raise TypeError(f"`prompt` must be a tensor of token ids, got {getattr(prompt, 'dtype', type(prompt))}.")
+        if prompt.dim() != 1 or len(prompt) == 0:
+            raise ValueError(f"`prompt` must hold at least one token id in one dimension, got {tuple(prompt.shape)}.")
+        lowest, highest = int(prompt.min()), int(prompt.max())
+        if lowest < 0 or highest >= self._vocabulary:
+            raise ValueError(
+                f"`prompt` holds ids from {lowest} to {highest}; the target's run from 0 to {self._vocabulary - 1}."
+            )
+        if max_new_tokens is not None and type(max_new_tokens) is not int:
+            raise TypeError(f"`max_new_tokens` must be an integer, got {max_new_tokens!r}.")
+
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Prefill what has joined, then advance every request by one round; returns the requests that finished."""
+        """Prefill what has joined, then advance every request by one round; returns the requests that finished.
+
+        Raises:
+            RuntimeError: after an exception of a processor or criterion left an earlier step half done.
+        """
+        if not self._is_settled:
+            raise RuntimeError(
+                "An earlier step of this engine was left half done by an exception, so its texts and caches do not agree any "
+                "more. Add the requests to a new engine."
+            )
         finished = self._join() if self._waiting else []
         if self._active:
             lengths = self.packed.cache.rows.lengths
@@ -197,6 +224,7 @@ class Engine:
         outcome = torch.cat([verdict.num_accepted[:, None], verdict.next_tokens[:, None]], dim=1)
         table = torch.cat([outcome, drafts.tokens.to(outcome.device)], dim=1).tolist()
         kept = [[*drafted[:count], following] for count, following, _, *drafted in table]
+        self._is_settled = False
         self.packed.advance(plan, [len(tokens) for tokens in kept])
         before = [request.length for request in active]
         finished = self._settle(active, kept, plan.offsets, scores=scores)
@@ -207,10 +235,12 @@ class Engine:
             if output.features is not None and not request.finished:
                 first = plan.offsets[row]
                 request.pending.append(output.features[first : first + len(kept[row])])
+        self._is_settled = True
         return finished
 
     def _join(self) -> list[Request]:
         """Prefill the waiting requests, packed; each gets its first token."""
+        self._is_settled = False
         joining, self._waiting = self._waiting, []
         for request in joining:
             request.row = self.packed.cache.rows.add_row()
@@ -220,6 +250,7 @@ class Engine:
         for pieces in self._pieces(joining):
             finished += self._prefill(pieces)
         self._leave(finished)
+        self._is_settled = True
         return finished
 
     def _pieces(self, joining: list[Request]) -> Iterator[list[tuple[Request, int, int]]]:

@@ -130,8 +130,8 @@ def why_not_packed(
     if target.training and _drops(target):
         return "the target is in training mode, in which dropout makes every forward another one; call `target.eval()`"
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
-        return f"its `attention_mask` has shape {tuple(mask.shape)} and not that of `input_ids`"
+    if mask is not None and (reason := _why_not_masked(mask, input_ids)):
+        return reason
     positions = model_kwargs.get("position_ids")
     if positions is not None and not _are_usual(positions, mask, input_ids):
         return "it brings `position_ids` of its own"
@@ -188,7 +188,7 @@ def decode(  # noqa: D417 - three arguments share a line
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         batch_size=rows,
-        max_length=_longest(generation_config, stopping_criteria),
+        max_length=_longest(generation_config, stopping_criteria, input_ids.shape[1]),
         prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
         generator=generator,
         keep_scores=bool(wants and generation_config.output_scores),
@@ -279,9 +279,12 @@ def _pad_token(generation_config: GenerationConfig) -> int:
     return 0
 
 
-def _longest(generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> int | None:
-    lengths = (generation_config.max_length, stopping_criteria.max_length)
-    return min((length for length in lengths if length is not None), default=None)
+def _longest(
+    generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList, prompt_length: int
+) -> int | None:
+    """Where texts end at the latest: after one token, since criteria are checked behind it."""
+    lengths = [length for length in (generation_config.max_length, stopping_criteria.max_length) if length is not None]
+    return max(min(lengths), prompt_length + 1) if lengths else None
 
 
 def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor) -> bool:
@@ -291,6 +294,14 @@ def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: to
     ones = torch.ones_like(input_ids) if mask is None else (mask.to(input_ids.device) != 0).long()
     usual = (ones.cumsum(dim=1) - 1).clamp(min=0)
     return bool(((positions == usual) | (ones == 0)).all())
+
+
+def _why_not_masked(mask: torch.Tensor, input_ids: torch.Tensor) -> str | None:
+    if mask.shape != input_ids.shape:
+        return f"its `attention_mask` has shape {tuple(mask.shape)} and not that of `input_ids`"
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return "its `attention_mask` holds other values than 0 and 1"
+    return None
 
 
 def _drops(target: PreTrainedModel) -> bool:

@@ -94,7 +94,10 @@ def why_not_packable(target: PreTrainedModel) -> str | None:
     """
     with _probing:  # a second thread waits: its packed forwards would be in the way of the plain ones here
         if target not in _reasons:
-            _reasons[target] = _from_config(target) or _from_probe(target)
+            try:
+                _reasons[target] = _from_config(target) or _from_probe(target)
+            except NotPackableError as refusal:  # may be of the moment, so it is found out anew next time
+                return str(refusal)
         return _reasons[target]
 
 
@@ -107,6 +110,11 @@ def _from_config(target: PreTrainedModel) -> str | None:
         return "it attends in chunks (`attention_chunk_size`)"
     if getattr(target, "_is_stateful", False):
         return "it is a stateful model"
+    prepares: Any = type(target).prepare_inputs_for_generation  # type: ignore[attr-defined]  # of a generating model
+    if "prepare_inputs_for_generation" in vars(target) or not prepares.__module__.startswith("transformers."):
+        return (
+            "its `prepare_inputs_for_generation` is its own (prompt tuning, remote code), and may change what it reads"
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters:
         return "its forward takes no `position_ids`"
     return None
@@ -127,7 +135,7 @@ def _from_probe(target: PreTrainedModel) -> str | None:
     except torch.OutOfMemoryError:  # says nothing about the target
         raise
     except Exception as failure:  # whatever a target of an unknown kind raises is the reason
-        return f"a packed forward failed with {failure!r}"
+        raise NotPackableError(f"a packed forward failed with {failure!r}") from failure
     if reason := _missing_windows(target, plan.windows):
         return reason
     if layers := sorted(plan.layers_asking_length - {0}):  # 0 is also what models ask for that do not use the answer

@@ -159,9 +159,11 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
     tasks = _tasks(drafter.config.block_size, *_contexts(target, drafter.config.block_size))
     fastest: dict[_Task, tuple[float, ...]] = {}
     most_rows = max(_ROWS)
-    with logging.tqdm(total=len(tasks) * _REPEATS, desc="Measuring what a round costs here (once)") as bar:
+    left = len(tasks) * _REPEATS  # counted here, since the bar counts nothing where progress bars are off
+    with logging.tqdm(total=left, desc="Measuring what a round costs here (once)") as bar:
         for repeat, task in _repeats(tasks):
             bar.update()
+            left -= 1
             if task.rows > most_rows:
                 continue
             try:
@@ -172,7 +174,7 @@ def measure(drafter: Any, target: PreTrainedModel) -> CostProfile:
                 most_rows = task.rows - 1
                 continue
             fastest[task] = tuple(map(min, zip(seconds, fastest.get(task, seconds), strict=True)))
-        bar.update(bar.total - bar.n)
+        bar.update(left)
     if most_rows < 1:
         raise ValueError("There is not enough memory for a round of one request, so costs cannot be measured.")
     return _fitted(

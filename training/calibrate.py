@@ -255,6 +255,11 @@ def _warn(report: CalibrationReport) -> None:
 
 if __name__ == "__main__":
     try:
-        calibrate(HfArgumentParser(CalibrateArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+        parser = HfArgumentParser(
+            CalibrateArguments,  # type: ignore[arg-type]
+            prog="python -m training.calibrate",
+            description=__doc__.split("\n\n")[0],
+        )
+        calibrate(parser.parse_args_into_dataclasses()[0])
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

@@ -207,6 +207,11 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
 
 if __name__ == "__main__":
     try:
-        refit(HfArgumentParser(RefitArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+        parser = HfArgumentParser(
+            RefitArguments,  # type: ignore[arg-type]
+            prog="python -m training.refit_confidence",
+            description=__doc__.split("\n\n")[0],
+        )
+        refit(parser.parse_args_into_dataclasses()[0])
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

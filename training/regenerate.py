@@ -276,6 +276,11 @@ def _check_provenance(
 
 if __name__ == "__main__":
     try:
-        regenerate(HfArgumentParser(RegenerateArguments).parse_args_into_dataclasses()[0])  # type: ignore[arg-type]
+        parser = HfArgumentParser(
+            RegenerateArguments,  # type: ignore[arg-type]
+            prog="python -m training.regenerate",
+            description=__doc__.split("\n\n")[0],
+        )
+        regenerate(parser.parse_args_into_dataclasses()[0])
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

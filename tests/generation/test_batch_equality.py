@@ -736,6 +736,60 @@ class TestEngine:
         assert [len(logits) for run in runs for logits in run.confidence_logits] == [4, 4, 2, 4, 2]
         assert not any(run.parked_rounds for run in runs if run is not runs[0])
 
+    @pytest.mark.parametrize("when", [2, 6])
+    def test_a_step_that_was_left_half_done_is_not_gone_on_with(self, when):
+        class Fails(StoppingCriteria):
+            calls = 0
+
+            def __call__(self, input_ids, scores, **kwargs):
+                self.calls += 1
+                if self.calls == when:
+                    raise KeyboardInterrupt
+                return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        target, texts = target_of("llama"), texts_of("llama")
+        drafter = wrong_drafter(target, PROMPTS, texts)
+        engine = self.engine(drafter, target, "fixed", None, stopping_criteria=StoppingCriteriaList([Fails()]))
+        for prompt in PROMPTS[:3]:
+            engine.add_request(torch.tensor(prompt), max_new_tokens=9)
+        with pytest.raises(KeyboardInterrupt):
+            list(iter(engine.step, None))  # until it fails
+        with pytest.raises(RuntimeError, match="Add the requests to a new engine"):
+            engine.step()
+
+    @pytest.mark.parametrize(
+        ("prompt", "length", "error", "match"),
+        [
+            ([5, 6], 4, TypeError, "tensor of token ids"),
+            (torch.tensor([5.0]), 4, TypeError, "prompt.*float32"),
+            (torch.tensor([5, 61]), 4, ValueError, "ids from 5 to 61.*0 to 60"),
+            (torch.tensor([-1]), 4, ValueError, "ids from -1"),
+            (torch.tensor([5]), 2.5, TypeError, "max_new_tokens.*2.5"),
+            (torch.tensor([5]), "4", TypeError, "max_new_tokens"),
+        ],
+        ids=str,
+    )
+    def test_a_bad_request_is_refused_and_others_go_on(self, prompt, length, error, match):
+        target, texts = target_of("llama"), texts_of("llama")
+        engine = self.engine(wrong_drafter(target, PROMPTS, texts), target, "fixed", None)
+        with pytest.raises(error, match=match):
+            engine.add_request(prompt, max_new_tokens=length)
+        assert self.run(engine, [(0, 0, PROMPTS[0], 9)]) == {0: texts[0][:9]}
+
+    @pytest.mark.parametrize("chunk", [0, -1, 2.5, "4", True])
+    def test_a_chunk_size_that_is_none_is_named(self, chunk):
+        target = target_of("llama")
+        with pytest.raises(ValueError, match="prefill_chunk_size"):
+            self.engine(tiny_drafter(target), target, "fixed", None, prefill_chunk_size=chunk)
+
+    @pytest.mark.parametrize("length", [7, 12])
+    def test_texts_end_at_the_engines_longest_length(self, length):
+        target, texts = target_of("llama"), texts_of("llama")
+        engine = self.engine(right_drafter(target, PROMPTS, texts), target, "fixed", None, max_length=length)
+        assert self.run(engine, [(0, 0, PROMPTS[0], 9999)]) == {0: texts[0][: length - len(PROMPTS[0])]}
+        with pytest.raises(ValueError, match=f"max_length={length}"):
+            engine.add_request(torch.arange(length), max_new_tokens=5)
+
     def test_a_request_without_a_bound_is_refused(self):
         target = target_of("llama")
         engine = self.engine(tiny_drafter(target), target, "fixed", None)

@@ -364,8 +364,9 @@ class TestHostileBatches:
     def test_a_longest_length_that_the_prompt_has_already(self):
         """Plain `generate` looks at criteria after a token, so there is one."""
         criteria = StoppingCriteriaList([MaxLengthCriteria(3)])
-        ours, expected = self.both({"input_ids": torch.tensor(PROMPT * 2)}, stopping_criteria=criteria)
-        assert torch.equal(ours, expected)
+        for prompt in (PROMPT[0], PROMPT[0] * 9):  # the long one is longer than any block beyond it
+            ours, expected = self.both({"input_ids": torch.tensor([prompt] * 2)}, stopping_criteria=criteria)
+            assert torch.equal(ours, expected)
 
     def test_subclasses_of_criteria_are_asked(self):
         class Patient(EosTokenCriteria):

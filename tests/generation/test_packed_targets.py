@@ -349,6 +349,28 @@ class TestPackableTargets:
             placed.generate(**inputs, eos_token_id=None, assistant_model=tiny_drafter(placed)), expected
         )
 
+    def test_a_failure_of_the_moment_is_not_remembered(self):
+        target = tiny_target("llama")
+
+        def fails(*_):
+            raise RuntimeError("transient")
+
+        hook = target.model.layers[0].register_forward_hook(fails)
+        assert "transient" in why_not_packable(target)
+        hook.remove()
+        assert why_not_packable(target) is None
+
+    def test_inputs_that_the_target_prepares_itself(self):
+        """Prompt tuning puts virtual tokens before the text: served one text at a time, or not at all."""
+        import peft
+
+        target = tiny_target("llama")
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        tuned = peft.get_peft_model(target, config).eval()
+        call = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+        with pytest.raises(ValueError, match="prepare_inputs_for_generation"):
+            tuned.generate(input_ids=torch.tensor(PROMPT * 2), assistant_model=tiny_drafter(target), **call)
+
     def test_running_out_of_memory_says_nothing_about_a_target(self):
         target = tiny_target("llama")
         forward, target.forward = target.forward, _out_of_memory

@@ -793,6 +793,10 @@ class TestCostProfile:
             {"other": 3},
             {"processing": None},
             {"processing": {"TopK": "fast"}},
+            {"processing": {"TopK": -1.0}},
+            {"processing": {"TopK": math.nan}},
+            {"seconds_per_logits": -5.0},
+            {"verify": {"counts": [1, 2], "seconds": [1.0, 10**400]}},
             {"verify": {"counts": [1], "seconds": [1.0]}},
         ],
         ids=str,
@@ -874,6 +878,16 @@ class TestProfiles:
             raise error("no")
 
         return fails
+
+    def test_progress_bars_may_be_off(self, monkeypatch):
+        monkeypatch.setattr(profiling_dspark, "_SECONDS", 0.0)
+        monkeypatch.setattr(profiling_dspark, "_ROWS", (1, 8))
+        monkeypatch.setattr(profiling_dspark, "_SAMPLED_ROWS", (1, 8))
+        logging.disable_progress_bar()
+        try:
+            assert measure(*self.pair()).verify(1) > 0
+        finally:
+            logging.enable_progress_bar()
 
     def test_targets_with_few_positions_are_measured(self, monkeypatch):
         """GPT-2's learned positions end at 1024 (here at 40); no more of them are asked for."""
