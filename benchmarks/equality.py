@@ -64,6 +64,7 @@ def compare(
             {
                 "source": record["source"],
                 "settings": settings,
+                "prompt_tokens": len(prompt),
                 "new_tokens": len(plain.tokens),
                 "rounds": rounds.rounds,
                 "equal": difference is None,
