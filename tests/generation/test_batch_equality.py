@@ -12,12 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from modeling_dspark import CostProfile, Engine, Schedule, block_drafter_dspark, engine_dspark, profiling_dspark
 from modeling_dspark.costs_dspark import Curve
+from modeling_dspark.packed_target_dspark import why_not_packable
 from modeling_dspark.scheduling_dspark import DraftSettings
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
 from tests.generation.test_greedy_equality import HEADS
@@ -33,6 +35,7 @@ PROMPTS = [
     [9, 9, 9, 9],
 ]
 NEW = 20
+BEFORE_5_24 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 UNUSED = 59  # an end-of-text token that no plain text of llama here contains
 
 
@@ -59,6 +62,14 @@ def alone(target, prompt, **kwargs):
     """The new tokens of plain `generate` on one prompt."""
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None} | kwargs
     return target.generate(torch.tensor([prompt]), **kwargs)[0, len(prompt) :].tolist()
+
+
+def packable_target(family):
+    """The target; before 5.24 SDPA leaves out the soft cap of Gemma 2's scores, so packed attention would differ."""
+    target = target_of(family)
+    if BEFORE_5_24 and (reason := why_not_packable(target)):
+        pytest.skip(f"this Transformers: {reason}")
+    return target
 
 
 @lru_cache
@@ -135,7 +146,7 @@ def case(index):
     ("family", "head", "schedule", "size", "side"), [case(index) for index in range(3 * len(FAMILIES))]
 )
 def test_families_heads_schedules_sizes_and_padding(family, head, schedule, size, side):
-    target, texts = target_of(family), texts_of(family)
+    target, texts = packable_target(family), texts_of(family)
     rows = [row % len(PROMPTS) for row in range(size)]
     prompts, expected = [PROMPTS[row] for row in rows], [texts[row] for row in rows]
     kwargs = {"side": side, "num_assistant_tokens_schedule": schedule_of(schedule)}
@@ -205,7 +216,7 @@ def long_case(family):
     ],
 )
 def test_long_and_short_prompts_in_chunks(family, chunk, side, monkeypatch):
-    target, (prompts, texts) = target_of(family), long_case(family)
+    target, (prompts, texts) = packable_target(family), long_case(family)
     if chunk == 7:  # more prompt tokens than one forward takes
         monkeypatch.setattr(engine_dspark, "_PREFILL_TOKENS", 64)
     drafter = wrong_drafter(target, prompts, texts)
@@ -475,6 +486,8 @@ class TestProcessors:
 
     @pytest.mark.parametrize("processors", ROW_FREE_PROCESSORS, ids=str)
     def test_processors_that_padding_does_not_change(self, processors):
+        if BEFORE_5_24 and "repetition_penalty" in processors:
+            pytest.skip("this Transformers penalises padding")
         target = target_of("llama")
         texts = [alone(target, prompt, **processors) for prompt in PROMPTS]
         unlike = [text[: len(other)] != other for text, other in zip(texts_of("llama"), texts, strict=True)]

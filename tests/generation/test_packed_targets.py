@@ -362,8 +362,7 @@ class TestPackableTargets:
 
     def test_inputs_that_the_target_prepares_itself(self):
         """Prompt tuning puts virtual tokens before the text: served one text at a time, or not at all."""
-        import peft
-
+        peft = pytest.importorskip("peft")
         target = tiny_target("llama")
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
         tuned = peft.get_peft_model(target, config).eval()
@@ -429,7 +428,10 @@ class TestPackableTargets:
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
         layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attention_chunk_size": None}
         config = AutoConfig.for_model("llama4_text", **sizes, **layers, attn_temperature_tuning=True)
-        assert "length of the cache" in why_not_packable(AutoModelForCausalLM.from_config(config).eval())
+        reason = why_not_packable(AutoModelForCausalLM.from_config(config).eval())
+        if "attention_chunk_size" in reason:
+            pytest.skip("this Transformers cannot run Llama 4 without chunks")
+        assert "length of the cache" in reason
         config.attn_temperature_tuning = False
         assert why_not_packable(AutoModelForCausalLM.from_config(config).eval()) is None
 
