@@ -5,6 +5,7 @@ drafter in `build/`. Costs are measured as a user's would be, and kept apart fro
 preceded by a line `<!-- not run: reason -->`.
 """
 
+import contextlib
 import doctest
 import importlib
 import os
@@ -116,20 +117,29 @@ def workspace(tmp_path_factory):
     """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
     folder = tmp_path_factory.mktemp("docs")
     package(DRAFTER, folder / "build" / DRAFTER.name)
-    (folder / "cache").mkdir()
-    (folder / "cache" / "targets").symlink_to(Path(resolve_target(EMBEDDED_TARGET)).parent)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """The user's cache folder, the same for all workers: what a round costs is measured once or twice, not by each."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs-cache"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "targets").symlink_to(Path(resolve_target(EMBEDDED_TARGET)).parent)
     return folder
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if script_of(page)], ids=lambda page: page.name)
-def test_python_blocks_run(page, workspace):
+def test_python_blocks_run(page, workspace, cache):
     script = workspace / f"page_{page.stem}.py"  # the bare name would shadow the package `training`
     script.write_text(script_of(page), encoding="utf-8")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(workspace / f"modules-{page.stem}"),
-        "DSPARK_CACHE": str(workspace / "cache"),  # what is measured on a machine that runs tests is not for its user
+        "DSPARK_CACHE": str(cache),  # what is measured on a machine that runs tests is not for its user
     }
     result = subprocess.run(
         [sys.executable, str(script)], cwd=workspace, env=environment, capture_output=True, text=True, timeout=600
