@@ -158,12 +158,7 @@ class CostProfile:
         """
         try:
             fields = json.loads(Path(path).read_text())
-            if "sample_batch_tokens" in fields:
-                return cls._from_sglang(fields)
-            if fields.pop("format") != _FORMAT or fields.pop("version") != _VERSION:
-                raise ValueError("another format or version")
-            values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
-            profile = cls(**values)
+            profile = cls._from_sglang(fields) if "sample_batch_tokens" in fields else cls._from_own(fields)
             others: list[Any] = [*profile.processing.values(), profile.seconds_per_logits]
             if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in others):
                 raise ValueError(
@@ -191,13 +186,18 @@ class CostProfile:
         }
 
     @classmethod
+    def _from_own(cls, fields: dict[str, Any]) -> "CostProfile":
+        if fields.pop("format") != _FORMAT or fields.pop("version") != _VERSION:
+            raise ValueError("another format or version")
+        values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
+        return cls(**values)
+
+    @classmethod
     def _from_sglang(cls, fields: dict[str, Any]) -> "CostProfile":
         """SGLang measures whole steps, so drafting and the rest are in `verify` and cost (next to) nothing of their own."""
         steps = fields["sample_steps_per_sec"]
         if len(steps) != len(fields["sample_batch_tokens"]) or not all(rate > 0 for rate in steps):
             raise ValueError("`sample_steps_per_sec` must be as many positive numbers as `sample_batch_tokens`")
-        if len(steps) < 2:
-            raise ValueError("one point says nothing about what a token costs")
         verify = Curve.smoothed(fields["sample_batch_tokens"], [1.0 / rate for rate in steps])
         nothing = Curve([1], [1e-9])
         free: dict[str, Any] = {name: nothing for name in _CURVES if name != "verify"}

@@ -40,7 +40,7 @@ class Engine:
         stopping_criteria ([`~transformers.StoppingCriteriaList`], *optional*): Checked at every new token.
         eos_token_ids (`list[int]`, *optional*): End-of-text tokens, besides those of the criteria.
         batch_size (`int`, *optional*, defaults to `1`):
-            Rows of the batch that a user's own processors and criteria expect; request `i` is row `i` of it.
+            Rows of the batch that a user's own processors and criteria expect; requests take them in turn.
         max_length (`int`, *optional*): Longest text, prompt included: texts end there. Bounds the memory of the caches.
         prefill_chunk_size (`int`, *optional*): Most prompt tokens of a request in one forward.
         generator (`torch.Generator`, *optional*): Source of randomness.
