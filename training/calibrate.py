@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel, RunStatistics
@@ -29,7 +29,7 @@ from modeling_dspark.target_dspark import check_target
 from training.calibration import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
 from training.calibration_outputs import table, write_outputs, write_temperatures
 from training.features import fingerprint
-from training.regenerate import prompt_ids, read_jsonl
+from training.regenerate import from_command_line, prompt_ids, read_jsonl
 from training.rounds import Prompt, join, make_engine, record, record_to_file
 from training.targets import chat_template_hash, load_target, load_tokenizer
 
@@ -189,9 +189,8 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     settings = recording_settings(arguments, drafter, target, tokenizer)
 
     def recorder(pending: Sequence[Prompt]) -> Iterator[tuple[int, RunStatistics]]:
-        set_seed(
-            (arguments.seed * 1_000_003 + len(pending)) % 2**32
-        )  # a resumed run draws other answers than it drew before
+        # A resumed run draws other answers than it drew before.
+        set_seed((arguments.seed * 1_000_003 + len(pending)) % 2**32)
         engine = make_engine(drafter, target, arguments.temperature)
         sizes = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.batch_size}
         return record(engine, pending, device=target.device, **sizes)
@@ -255,11 +254,6 @@ def _warn(report: CalibrationReport) -> None:
 
 if __name__ == "__main__":
     try:
-        parser = HfArgumentParser(
-            CalibrateArguments,  # type: ignore[arg-type]
-            prog="python -m training.calibrate",
-            description=__doc__.split("\n\n")[0],
-        )
-        calibrate(parser.parse_args_into_dataclasses()[0])
+        calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, set_seed
+from transformers import set_seed
 
 from modeling_dspark import DSparkModel
 from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
-from training.regenerate import write_atomically
+from training.regenerate import from_command_line, write_atomically
 from training.rounds import Prompt, make_engine, record
 
 
@@ -207,11 +207,6 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
 
 if __name__ == "__main__":
     try:
-        parser = HfArgumentParser(
-            RefitArguments,  # type: ignore[arg-type]
-            prog="python -m training.refit_confidence",
-            description=__doc__.split("\n\n")[0],
-        )
-        refit(parser.parse_args_into_dataclasses()[0])
+        refit(from_command_line(RefitArguments, "refit_confidence", __doc__))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

@@ -99,6 +99,12 @@ def read_jsonl(path: str | Path) -> list[dict]:
     return records
 
 
+def from_command_line(arguments: type, command: str, doc: str) -> Any:
+    """Arguments of `python -m training.<command>`, whose `--help` begins with the first sentence of its module's `doc`."""
+    parser = HfArgumentParser(arguments, prog=f"python -m training.{command}", description=doc.split("\n\n")[0])  # type: ignore[arg-type]
+    return parser.parse_args_into_dataclasses()[0]
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file such that it has the old content or the new one, at any moment."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -276,11 +282,6 @@ def _check_provenance(
 
 if __name__ == "__main__":
     try:
-        parser = HfArgumentParser(
-            RegenerateArguments,  # type: ignore[arg-type]
-            prog="python -m training.regenerate",
-            description=__doc__.split("\n\n")[0],
-        )
-        regenerate(parser.parse_args_into_dataclasses()[0])
+        regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
