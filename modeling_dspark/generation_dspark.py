@@ -291,7 +291,7 @@ def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: to
     """Whether positions are those that `generate` makes from the mask (what it puts at padding does not matter)."""
     if positions.shape[-1] != input_ids.shape[1] or positions.dim() != 2:
         return False
-    ones = torch.ones_like(input_ids) if mask is None else (mask.to(input_ids.device) != 0).long()
+    ones = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     usual = (ones.cumsum(dim=1) - 1).clamp(min=0)
     return bool(((positions == usual) | (ones == 0)).all())
 
