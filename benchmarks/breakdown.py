@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
+from benchmarks.packed import code_of
 from benchmarks.pair import Pair
 
 
@@ -82,7 +83,7 @@ def _parts(durations: Durations, rounds: int) -> dict[str, dict[str, float]]:
 @contextmanager
 def _timed(pair: Pair, durations: Durations) -> Iterator[None]:
     """Wrap the parts; none of them runs inside another."""
-    target, drafter = pair.target, pair.drafter
+    target, drafter, drafting = pair.target, pair.drafter, code_of(pair.drafter, "drafting_dspark")
     bind = _timing(drafter.bind, durations[BINDING])
 
     def timed_bind(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +95,7 @@ def _timed(pair: Pair, durations: Durations) -> Iterator[None]:
         (target, "forward", _timing(target.forward, durations[TARGET])),
         (drafter, "forward", _timing(drafter.forward, durations[BACKBONE])),
         (drafter, "head_step", _timing(drafter.head_step, durations[HEADS])),
+        (drafting, "fused_block", _timing(drafting.fused_block, durations[HEADS])),
         (drafter, "bind", timed_bind),
     ]
     before = [vars(owner).get(name) for owner, name, _ in wrapped]  # `device_map` hooks sit there too

@@ -218,6 +218,7 @@ class BlockDrafter:
             do_sample=self.do_sample,
             logits_processor=self._processor(drafting) if self.processors else None,
             treats_tokens_alike=self.processors.treat_tokens_alike,
+            temperature=self.processors.temperature,
             generator=self.generator,
         )
         for request in drafting:

@@ -8,11 +8,13 @@ Shapes: `R` rows, `C` new context positions, `K` slots, `L` tapped layers, `D` h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .cache_dspark import DSparkCache
+from .fused_head_dspark import BlockTokens, fusable_heads, fused_block
 from .heads_dspark import calibrated_confidence
 from .target_dspark import TargetBinding
 from .verification_dspark import draw
@@ -115,6 +117,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     do_sample: bool = False,
     logits_processor: LogitsProcessor | None = None,
     treats_tokens_alike: bool = False,
+    temperature: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Proposal:
     """Draft up to `num_tokens` tokens a row (design section 2, steps 2 to 4).
@@ -128,6 +131,8 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         treats_tokens_alike (`bool`, *optional*, defaults to `False`):
             Whether the processor does not look at which token a logit belongs to; it then gets those of a reduced draft
             vocabulary as they are, `[R, Vd]`.
+        temperature (`float`, *optional*):
+            What the processor divides the logits by, if it does nothing else: the heads can then be one operation.
         generator (`torch.Generator`, *optional*): Source of randomness of the draws.
 
     Returns:
@@ -144,7 +149,40 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens]
     # One matrix, since a linear layer over a slice of three dimensions copies its weight for each row.
     base_logits = binding.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-    previous, state = anchor_tokens.to(hidden.device), None
+    anchors = anchor_tokens.to(hidden.device)
+    temperature = 1.0 if logits_processor is None else temperature
+    heads = None if temperature is None else fusable_heads(drafter, base_logits)
+    if heads is not None:
+        made = fused_block(
+            heads,
+            base_logits,
+            hidden,
+            anchors,
+            temperature=temperature if do_sample else 0.0,
+            seed=_seed(generator) if do_sample else 0,
+            keep_logits=do_sample,
+        )
+        logits = made.logits.float() / temperature if do_sample else None
+        return _proposal(drafter, hidden, base_logits, made._replace(logits=logits))
+    processor = None
+    if logits_processor is not None or do_sample:
+        processor = partial(_processed, drafter, logits_processor=logits_processor, in_full=not treats_tokens_alike)
+    made = _slot_by_slot(drafter, hidden, base_logits, anchors, processor, do_sample=do_sample, generator=generator)
+    return _proposal(drafter, hidden, base_logits, made)
+
+
+def _slot_by_slot(
+    drafter: Any,
+    hidden: torch.Tensor,
+    base_logits: torch.Tensor,
+    anchors: torch.Tensor,
+    processor: Callable | None,
+    *,
+    do_sample: bool,
+    generator: torch.Generator | None,
+) -> BlockTokens:
+    """The heads from left to right, with processors between the logits and the choice."""
+    previous, state = anchors, None
     tokens: list[torch.Tensor] = []
     columns: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
@@ -152,15 +190,29 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     for slot in range(hidden.shape[1]):
         step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
         state = step.state
-        scores = step.logits
-        if logits_processor is not None or do_sample:
-            scores = _processed(drafter, scores, tokens, logits_processor, in_full=not treats_tokens_alike)
+        scores = step.logits if processor is None else processor(step.logits, tokens)
         columns.append(draw(scores.softmax(dim=-1), generator) if do_sample else argmax(scores))
         previous = drafter.to_target_ids(columns[-1])
         tokens.append(previous)
         logits.append(scores)
         confidences.append(step.confidence_logits)
-    return _proposal(drafter, hidden, base_logits, (tokens, columns, logits if do_sample else [], confidences))
+    empty = hidden.new_empty(hidden.shape[0], 0)
+    return BlockTokens(
+        columns=torch.stack(columns, dim=1) if columns else empty.long(),
+        tokens=torch.stack(tokens, dim=1) if tokens else empty.long(),
+        logits=torch.stack(logits, dim=1) if logits and do_sample else None,
+        confidence_logits=None
+        if drafter.confidence_head is None
+        else torch.stack(confidences, dim=1)
+        if confidences
+        else empty.float(),
+    )
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """A seed for draws by a counter, from the caller's source of randomness."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (1,), generator=generator, device=device))
 
 
 def _processed(
@@ -198,24 +250,16 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.max(dim=-1).indices
 
 
-def _proposal(
-    drafter: Any,
-    hidden: torch.Tensor,
-    base_logits: torch.Tensor,
-    by_slot: tuple[list[torch.Tensor], ...],
-) -> Proposal:
-    tokens, columns, logits, confidences = by_slot
-    empty = hidden.new_empty(hidden.shape[0], 0)
-    confidence_logits = confidence = None
-    if drafter.confidence_head is not None:
-        confidence_logits = torch.stack(confidences, dim=1) if confidences else empty.float()
-        confidence = calibrated_confidence(confidence_logits, drafter.config.confidence_temperatures)
+def _proposal(drafter: Any, hidden: torch.Tensor, base_logits: torch.Tensor, made: BlockTokens) -> Proposal:
+    confidence = None
+    if made.confidence_logits is not None:
+        confidence = calibrated_confidence(made.confidence_logits, drafter.config.confidence_temperatures)
     return Proposal(
-        tokens=torch.stack(tokens, dim=1) if tokens else empty.long(),
-        logits=torch.stack(logits, dim=1) if logits else None,
-        columns=torch.stack(columns, dim=1) if columns else empty.long(),
+        tokens=made.tokens,
+        logits=made.logits,
+        columns=made.columns,
         token_ids=drafter.draft_token_ids,
-        confidence_logits=confidence_logits,
+        confidence_logits=made.confidence_logits,
         confidence=confidence,
         hidden_states=hidden,
         base_logits=base_logits,

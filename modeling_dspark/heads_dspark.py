@@ -46,19 +46,34 @@ class MarkovHead(nn.Module):
         Returns:
             `tuple`: the latent `[..., r]` and the state for the next slot (`None` for stateless heads).
         """
-        if self.kind == "vanilla":
-            return previous, None
-        if self.kind == "gated":
-            gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, previous], dim=-1)))
-            return gate * previous, None
-        state = torch.zeros_like(previous) if state is None else state
-        gate, candidate, output = self.joint_proj(torch.cat([state, previous, hidden], dim=-1)).chunk(3, dim=-1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        mixer = self.gate_proj if self.kind == "gated" else self.joint_proj if self.kind == "rnn" else None
+        weight, bias = (None, None) if mixer is None else (mixer.weight, mixer.bias)
+        return markov_latent(self.kind, previous, hidden, state, weight, bias)
 
     def bias(self, latent: torch.Tensor) -> torch.Tensor:
         """`B_k = W2 @ latent` `[..., Vd]`."""
         return self.markov_w2(latent)
+
+
+def markov_latent(
+    kind: str,
+    previous: torch.Tensor,
+    hidden: torch.Tensor,
+    state: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`MarkovHead.step` from the weight and bias of its gate (`gated`, `[r, D + r]`) or cell (`rnn`, `[3 r, 2 r + D]`)."""
+    if kind == "vanilla":
+        return previous, None
+    if kind == "gated":
+        gate = nn.functional.linear(torch.cat([hidden, previous], dim=-1), weight, bias)  # type: ignore[arg-type]
+        return torch.sigmoid(gate) * previous, None
+    state = torch.zeros_like(previous) if state is None else state
+    mixed = nn.functional.linear(torch.cat([state, previous, hidden], dim=-1), weight, bias)  # type: ignore[arg-type]
+    gate, candidate, output = mixed.chunk(3, dim=-1)
+    gate = torch.sigmoid(gate)
+    return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
 class ConfidenceHead(nn.Module):
@@ -83,4 +98,4 @@ def calibrated_confidence(logits: torch.Tensor, temperatures: list[float] | None
     return torch.sigmoid(logits)
 
 
-__all__ = ["ConfidenceHead", "MarkovHead", "calibrated_confidence"]
+__all__ = ["ConfidenceHead", "MarkovHead", "calibrated_confidence", "markov_latent"]

@@ -26,6 +26,7 @@ from .configuration_dspark import DSparkConfig
 from .costs_dspark import CostProfile
 from .dispatcher_dspark import install_dispatcher
 from .drafting_dspark import Proposal, propose
+from .fused_head_dspark import fusable
 from .generation_dspark import check_call, check_inputs, decode, report_quantised, why_not_packed
 from .heads_dspark import ConfidenceHead, MarkovHead
 from .profiling_dspark import profile
@@ -176,6 +177,7 @@ class DSparkModel(DSparkPreTrainedModel):
             attention.extend_context(context, position_embeddings, cache=cache, row=row)
         cache.lengths[row] += count
 
+    @fusable
     def head_step(
         self,
         hidden: torch.Tensor,

@@ -73,6 +73,15 @@ class RowProcessors:
         """Whether none of them looks at the prefix, or at which token a logit belongs to."""
         return all(_is_known(item, _PREFIX_FREE - {"SuppressTokensLogitsProcessor"}) for item in self._processors)
 
+    @property
+    def temperature(self) -> float | None:
+        """What logits are divided by, where nothing else is done to them; `None` where something is."""
+        if not self._processors:
+            return 1.0
+        only = self._processors[0]
+        alone = len(self._processors) == 1 and _is_known(only, {"TemperatureLogitsWarper"})
+        return float(only.temperature) if alone else None
+
     def __bool__(self) -> bool:
         return bool(self._processors)
 

@@ -1,0 +1,1 @@
+"""The originals of the C++ sources."""

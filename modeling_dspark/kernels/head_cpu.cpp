@@ -1,0 +1,636 @@
+// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
+//
+// For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
+// logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
+// a slot, for all rows; all else is small. The floor is therefore `slots * bytes of W2 / memory bandwidth`.
+//
+// Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
+// version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
+// Sums are in fp32, logits are rounded once, and what is chosen or drawn from are the logits as rounded. Results do not
+// depend on the number of threads.
+
+#ifndef DSPARK_ISA  // ---------------------------------------------------------------- common to all instruction sets
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// Mirrored by `Arguments` in fused_head_dspark.py. All arrays are contiguous, except for the strides given in elements.
+struct DsparkHeadArguments {
+  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  const void *base;           // [rows, slots, vocabulary]
+  const void *hidden;         // [rows, slots, hidden_size]
+  const int64_t *anchors;     // [rows], tokens of the target
+  const void *w1;             // [target vocabulary, rank]
+  const void *w2;             // [vocabulary, rank]
+  const void *mixer_weight, *mixer_bias;            // gated [rank, hidden + rank]; rnn [3 rank, 2 rank + hidden]
+  const void *confidence_weight, *confidence_bias;  // [hidden (+ rank)] and [1], or null
+  const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
+  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, slots]
+  float *confidence;                                // [rows, slots]
+  double temperature;                               // 0: the highest logit
+  uint64_t seed;
+  int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
+  int32_t confidence_reads_tokens;  // whether `confidence_weight` has a part for W1[previous]
+  int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
+  int32_t isa;                      // -1: the best there is
+  int32_t threads;
+};
+
+namespace {
+
+using Arguments = DsparkHeadArguments;
+constexpr int64_t kLanes = 16;    // columns of a tile, and floats of a vector
+constexpr int64_t kBlock = 1024;  // columns whose weights are summed together when a token is drawn
+enum Kind { kVanilla, kGated, kRnn };
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float widen(float value) { return value; }
+inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest << 13));  // infinite or not a number
+  return from_bits(sign | to_bits(from_bits(rest << 13) * 0x1p112f));      // subnormal numbers come out right, too
+}
+
+template <typename T>
+T narrow(float value);
+template <>
+inline float narrow<float>(float value) {
+  return value;
+}
+template <>
+inline bf16 narrow<bf16>(float value) {
+  const uint32_t bits = to_bits(value);
+  if (value != value) return {0x7fc0};
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+}
+template <>
+inline fp16 narrow<fp16>(float value) {
+  const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (rest >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // 65520 and more
+  if (rest < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded digits at the end of the fraction
+    return {uint16_t(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000))};
+  }
+  return {uint16_t(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13))};
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t times_up(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// What the threads share, apart from the arguments. The latent is padded with zeros to whole pairs of vectors.
+struct Workspace {
+  explicit Workspace(const Arguments &a)
+      : tiles(times_up(a.vocabulary, kLanes)),
+        blocks(times_up(a.vocabulary, kBlock)),
+        mixer_size(a.kind == kVanilla ? 0 : a.kind == kGated ? a.rank : 3 * a.rank),
+        padded_rank(times_up(a.rank, 2 * kLanes) * 2 * kLanes),
+        threads(a.threads < 1 ? 1 : least(a.threads, tiles)),
+        previous(a.rows * a.rank),
+        state(a.rows * a.rank),
+        mixed(a.rows * mixer_size),
+        latent(a.rows * padded_rank),
+        highest(a.rows),
+        best_value(threads * a.rows * kLanes),
+        rounded(a.rows * padded_rank),
+        best_column(threads * a.rows * kLanes),
+        sums(a.rows * blocks) {}
+
+  const int64_t tiles, blocks, mixer_size, padded_rank, threads;
+  std::vector<float> previous, state, mixed, latent, highest, best_value;
+  std::vector<uint32_t> rounded;  // the latent in the dtype of the weights
+  std::vector<int32_t> best_column;
+  std::vector<double> sums;
+};
+
+// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and slot alone.
+inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
+  uint32_t counter[4] = {row, slot, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t(0xD2511F53u) * counter[0], second = uint64_t(0xCD9E8D57u) * counter[2];
+    const uint32_t next[4] = {uint32_t(second >> 32) ^ counter[1] ^ key[0], uint32_t(second),
+                              uint32_t(first >> 32) ^ counter[3] ^ key[1], uint32_t(first)};
+    std::memcpy(counter, next, sizeof next);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  return double((uint64_t(counter[0]) << 21) ^ (counter[1] >> 11)) * 0x1p-53;
+}
+
+}  // namespace
+
+// The body is compiled for each instruction set, so it uses no templates of the standard library: one that is not inlined
+// could come out in the instructions of another set.
+#define DSPARK_ISA generic
+#include __FILE__
+#undef DSPARK_ISA
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define DSPARK_ISA avx2
+#include __FILE__
+#undef DSPARK_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define DSPARK_ISA avx512
+#include __FILE__
+#undef DSPARK_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#define DSPARK_ISA avx512bf16
+#define DSPARK_DOT_BF16
+#include __FILE__
+#undef DSPARK_DOT_BF16
+#undef DSPARK_ISA
+#pragma GCC pop_options
+#define DSPARK_HAS_X86_SETS
+#endif
+
+// The best instruction set of this machine: 0 generic, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16 products.
+extern "C" int dspark_head_best_isa() {
+#ifdef DSPARK_HAS_X86_SETS
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!wide) return 1;
+  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+  return 0;
+#endif
+}
+
+// Returns 0, 1 for an instruction set or dtype it does not serve, or 2 for an anchor that is no token of the target.
+extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
+  const Arguments &a = *arguments;
+  const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
+  if (isa > best || a.dtype < 0 || a.dtype > 2) return 1;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (a.anchors[row] < 0 || a.anchors[row] >= a.target_vocabulary) return 2;
+  }
+  Workspace workspace(a);
+#define DSPARK_RUN(set)                                              \
+  return a.dtype == 0   ? (set::Head<float>(a, workspace).run(), 0)  \
+         : a.dtype == 1 ? (set::Head<bf16>(a, workspace).run(), 0)   \
+                        : (set::Head<fp16>(a, workspace).run(), 0)
+#ifdef DSPARK_HAS_X86_SETS
+  if (isa == 3) DSPARK_RUN(avx512bf16);
+  if (isa == 2) DSPARK_RUN(avx512);
+  if (isa == 1) DSPARK_RUN(avx2);
+#endif
+  DSPARK_RUN(generic);
+}
+
+#else  // ------------------------------------------------------------------------- once for each instruction set
+
+namespace {
+namespace DSPARK_ISA {
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+inline floats splat(float value) { return value - floats{}; }
+inline floats bits_to_floats(words bits) { return (floats)bits; }
+
+inline floats load(const float *source) {
+  floats vector;
+  std::memcpy(&vector, source, sizeof vector);
+  return vector;
+}
+inline floats load(const bf16 *source) {
+  halves bits;
+  std::memcpy(&bits, source, sizeof bits);
+  return bits_to_floats(__builtin_convertvector(bits, words) << 16);
+}
+inline floats load(const fp16 *source) {
+  floats vector;
+  for (int lane = 0; lane < kLanes; ++lane) vector[lane] = widen(source[lane]);
+  return vector;
+}
+
+// Write as rounded to the dtype of the logits; returns what was written.
+inline floats store(float *target, floats value) {
+  std::memcpy(target, &value, sizeof value);
+  return value;
+}
+inline floats store(bf16 *target, floats value) {
+  const words bits = (words)value;
+  const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const ints is_number = value == value;
+  const words kept = (rounded & (words)is_number) | (0x7fc0 & ~(words)is_number);
+  const halves narrowed = __builtin_convertvector(kept, halves);
+  std::memcpy(target, &narrowed, sizeof narrowed);
+  return bits_to_floats(kept << 16);
+}
+inline floats store(fp16 *target, floats value) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    target[lane] = narrow<fp16>(value[lane]);
+    value[lane] = widen(target[lane]);
+  }
+  return value;
+}
+
+// Lane `i` of the result is the sum of all lanes of `sums[i]`.
+inline floats transpose_sums(const floats *sums) {
+  floats eight[8], four[4], two[2];
+  for (int i = 0; i < 8; ++i) {
+    const floats a = sums[i], b = sums[i + 8];
+    eight[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }  // lanes: i, 8 of them; then i + 8
+  for (int i = 0; i < 4; ++i) {
+    const floats a = eight[i], b = eight[i + 4];
+    four[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+              __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }  // four each: i, i + 4, i + 8, i + 12
+  for (int i = 0; i < 2; ++i) {
+    const floats a = four[i], b = four[i + 2];
+    two[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+             __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }  // in each four: i, i + 2, i, i + 2
+  const floats a = two[0], b = two[1];
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+         __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+
+template <typename T>
+inline float dot(const T *weights, const float *values, int64_t size) {
+  floats sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += load(weights + i) * load(values + i);
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+  for (; i < size; ++i) total += widen(weights[i]) * values[i];
+  return total;
+}
+
+// exp of values up to 0, to about 2 units in the last place; 0 below -87.
+inline floats exp_of_negative(floats x) {
+  const floats clamped = x > splat(-87.0f) ? x : splat(-87.0f);
+  const floats scaled = clamped * 1.44269504f;
+  const ints whole = __builtin_convertvector(scaled - 0.5f, ints);  // towards zero, so to nearest for negative numbers
+  const floats n = __builtin_convertvector(whole, floats);
+  const floats f = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  floats series = splat(1.0f / 5040);
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    series = series * f + factor;
+  }
+  const floats power = bits_to_floats((words)(whole + 127) << 23);
+  return x > splat(-87.0f) ? series * power : splat(0.0f);
+}
+
+template <typename T>
+class Head {
+ public:
+  Head(const Arguments &arguments, Workspace &workspace)
+      : a(arguments),
+        base(static_cast<const T *>(a.base)),
+        w1(static_cast<const T *>(a.w1)),
+        w2(static_cast<const T *>(a.w2)),
+        tiles(workspace.tiles),
+        blocks(workspace.blocks),
+        mixer_size(workspace.mixer_size),
+        padded_rank(workspace.padded_rank),
+        threads(workspace.threads),
+        previous(workspace.previous.data()),
+        state(workspace.state.data()),
+        mixed(workspace.mixed.data()),
+        latent(workspace.latent.data()),
+        highest(workspace.highest.data()),
+        best_value(workspace.best_value.data()),
+        rounded(reinterpret_cast<T *>(workspace.rounded.data())),
+        best_column(workspace.best_column.data()),
+        sums(workspace.sums.data()) {}
+
+  void run() {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(int(threads))
+    work(omp_get_thread_num(), omp_get_num_threads());
+#else
+    work(0, 1);
+#endif
+  }
+
+ private:
+  const T *base_of(int64_t row, int64_t slot) const { return base + (row * a.slots + slot) * a.vocabulary; }
+  T *logits_of(int64_t row, int64_t slot) const {
+    return static_cast<T *>(a.logits) + (row * a.slots + slot) * a.vocabulary;
+  }
+  const T *hidden_of(int64_t row, int64_t slot) const {
+    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + slot * a.hidden_size;
+  }
+
+  static void wait() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+  }
+
+  // One thread's part of the whole block.
+  void work(int64_t thread, int64_t count) {
+    for (int64_t slot = 0; slot < a.slots; ++slot) {
+      for (int64_t row = thread; row < a.rows; row += count) embed(row, slot);
+      wait();
+      if (a.kind != kVanilla) {
+        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, slot);
+        wait();
+      }
+      for (int64_t row = thread; row < a.rows; row += count) finish_latent(row);
+      wait();
+      const int64_t first = tiles * thread / count, last = tiles * (thread + 1) / count;
+      project(thread, slot, first, last);
+      wait();
+      if (a.temperature > 0) {
+        for (int64_t row = thread; row < a.rows; row += count) best_of(row, count);
+        wait();
+        for (int64_t block = thread; block < blocks; block += count) weigh(block, slot);
+        wait();
+      }
+      for (int64_t row = thread; row < a.rows; row += count) {
+        choose(row, slot, a.temperature > 0 ? draw(row, slot) : best_of(row, count));
+      }
+    }
+  }
+
+  // W1 of the token before the slot, and the confidence logit, which knows no later token.
+  void embed(int64_t row, int64_t slot) {
+    const int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+    for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
+    if (!a.confidence_weight) return;
+    const T *weight = static_cast<const T *>(a.confidence_weight);
+    const T *hidden = hidden_of(row, slot);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias));
+    for (int64_t i = 0; i < a.hidden_size; ++i) sum += widen(weight[i]) * widen(hidden[i]);
+    if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
+    a.confidence[row * a.slots + slot] = sum;
+  }
+
+  // One output of the gate's or the recurrent cell's linear layer, for all rows.
+  void mix(int64_t unit, int64_t slot) {
+    const int64_t width = a.hidden_size + (a.kind == kRnn ? 2 : 1) * a.rank;
+    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * width;
+    const float bias = widen(static_cast<const T *>(a.mixer_bias)[unit]);
+    for (int64_t row = 0; row < a.rows; ++row) {
+      const T *hidden = hidden_of(row, slot);
+      const T *of_hidden = a.kind == kRnn ? weight + 2 * a.rank : weight;             // [state, previous, hidden]
+      const T *of_previous = a.kind == kRnn ? weight + a.rank : weight + a.hidden_size;  // [hidden, previous]
+      float sum = bias + dot(of_previous, &previous[row * a.rank], a.rank);
+      if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
+      floats parts{};
+      int64_t i = 0;
+      for (; i + kLanes <= a.hidden_size; i += kLanes) parts += load(of_hidden + i) * load(hidden + i);
+      for (int lane = 0; lane < kLanes; ++lane) sum += parts[lane];
+      for (; i < a.hidden_size; ++i) sum += widen(of_hidden[i]) * widen(hidden[i]);
+      mixed[row * mixer_size + unit] = sum;
+    }
+  }
+
+  // The latent of a row, as rounded to the dtype of the weights.
+  void finish_latent(int64_t row) {
+    const float *before = &previous[row * a.rank], *mixture = mixed + row * mixer_size;
+    for (int64_t i = 0; i < a.rank; ++i) {
+      float value = before[i];
+      if (a.kind == kGated) value *= sigmoid(mixture[i]);
+      if (a.kind == kRnn) {
+        const float gate = sigmoid(mixture[i]);
+        float &memory = state[row * a.rank + i];
+        memory = gate * memory + (1 - gate) * std::tanh(mixture[a.rank + i]);
+        value = std::tanh(mixture[2 * a.rank + i]);
+      }
+      rounded[row * padded_rank + i] = narrow<T>(value);
+      latent[row * padded_rank + i] = widen(rounded[row * padded_rank + i]);
+    }
+  }
+
+  static float sigmoid(float value) { return 1 / (1 + std::exp(-value)); }
+
+  // Logits of the tiles from `first` to `last`, and the best column in each lane so far.
+  void project(int64_t thread, int64_t slot, int64_t first, int64_t last) {
+    for (int64_t i = thread * a.rows * kLanes; i < (thread + 1) * a.rows * kLanes; ++i) {
+      best_value[i] = -__builtin_inff();
+      best_column[i] = INT32_MAX;
+    }
+    for (int64_t tile = first; tile < last; ++tile) {
+      int64_t row = 0;
+      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, slot, tile, row);
+      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, slot, tile, row);
+      for (; row < a.rows; ++row) project_tile<1>(thread, slot, tile, row);
+    }
+  }
+
+  // Sixteen columns of W2 times `kRows` latents, sixteen sums at a time.
+  template <int kRows>
+  void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
+    constexpr int kColumns = kLanes / kRows;
+    const int64_t first = tile * kLanes, count = least(kLanes, a.vocabulary - first);
+    alignas(64) float products[kRows][kLanes];
+    for (int pass = 0; pass < kRows; ++pass) {
+      const int64_t column = first + pass * kColumns;
+      floats sums[kLanes];
+      multiply<kRows>(column, row, sums);
+      const floats reduced = transpose_sums(sums);
+      for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
+    }
+    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
+  }
+
+  // `sums[r * kColumns + c]` holds, spread over its lanes, the product of column `column + c` and row `row + r`.
+  template <int kRows>
+  void multiply(int64_t column, int64_t row, floats *sums) const {
+    constexpr int kColumns = kLanes / kRows;
+    for (int i = 0; i < kLanes; ++i) sums[i] = floats{};
+    for (int c = 0; c < kColumns; ++c) {
+      const T *weights = w2 + least(column + c, a.vocabulary - 1) * a.rank;
+      accumulate<kRows>(weights, row, sums + c);
+    }
+  }
+
+  // Adds the products of one column of W2 with `kRows` latents to `sums[0], sums[kColumns], ...`.
+  template <int kRows>
+  void accumulate(const T *weights, int64_t row, floats *sums) const {
+    constexpr int kColumns = kLanes / kRows;
+    int64_t i = 0;
+    for (; i + kLanes <= a.rank; i += kLanes) {
+      __builtin_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead);
+      const floats w = load(weights + i);
+      for (int r = 0; r < kRows; ++r) sums[r * kColumns] += w * load(&latent[(row + r) * padded_rank + i]);
+    }
+    for (; i < a.rank; ++i) {
+      for (int r = 0; r < kRows; ++r) sums[r * kColumns][0] += widen(weights[i]) * latent[(row + r) * padded_rank + i];
+    }
+  }
+
+  void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
+    alignas(64) T rounded[kLanes];
+    const T *source = base_of(row, slot) + first;
+    T *target = a.logits ? logits_of(row, slot) + first : rounded;
+    floats value;
+    if (count == kLanes) {
+      value = store(target, load(source) + load(products));
+    } else {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        value[lane] = -__builtin_inff();
+        if (lane >= count) continue;
+        target[lane] = narrow<T>(widen(source[lane]) + products[lane]);
+        value[lane] = widen(target[lane]);
+      }
+    }
+    float *values = &best_value[(thread * a.rows + row) * kLanes];
+    int32_t *columns = &best_column[(thread * a.rows + row) * kLanes];
+    floats best = load(values);
+    ints column;
+    std::memcpy(&column, columns, sizeof column);
+    const ints higher = value > best;
+    best = higher ? value : best;
+    column = higher ? ints{} + int32_t(first) : column;  // of lane 0: lanes are added in the end
+    store(values, best);
+    std::memcpy(columns, &column, sizeof column);
+  }
+
+  // The lowest column with the highest logit of a row; also notes the logit.
+  int64_t best_of(int64_t row, int64_t count) {
+    float best = -__builtin_inff();
+    int64_t column = 0;
+    for (int64_t thread = 0; thread < count; ++thread) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t place = (thread * a.rows + row) * kLanes + lane;
+        const int64_t candidate = best_column[place] + lane;
+        const float value = best_value[place];
+        if (value > best || (value == best && candidate < column)) {
+          best = value;
+          column = candidate;
+        }
+      }
+    }
+    highest[row] = best;
+    return column;
+  }
+
+  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
+  floats weights_at(int64_t row, int64_t slot, int64_t column, int64_t stop) const {
+    const T *logits = logits_of(row, slot) + column;
+    alignas(64) T padded[kLanes];
+    if (stop - column < kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) padded[lane] = column + lane < stop ? logits[lane] : narrow<T>(-__builtin_inff());
+      logits = padded;
+    }
+    return exp_of_negative((load(logits) - highest[row]) * float(1 / a.temperature));
+  }
+
+  // The sum of the weights of one block of columns, for all rows.
+  void weigh(int64_t block, int64_t slot) {
+    const int64_t stop = least(a.vocabulary, (block + 1) * kBlock);
+    for (int64_t row = 0; row < a.rows; ++row) {
+      floats sum{};
+      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, slot, column, stop);
+      double total = 0;
+      for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+      sums[row * blocks + block] = total;
+    }
+  }
+
+  // A column by inversion: first its block, then its place in the block; never one of weight zero.
+  int64_t draw(int64_t row, int64_t slot) const {
+    const double *weights = &sums[row * blocks];
+    double total = 0;
+    for (int64_t block = 0; block < blocks; ++block) total += weights[block];
+    double level = uniform(a.seed, uint32_t(row), uint32_t(slot)) * total;
+    int64_t block = 0, last = 0;
+    for (; block < blocks; ++block) {
+      if (weights[block] > 0) last = block;
+      if (level < weights[block]) break;
+      level -= weights[block];
+    }
+    if (block == blocks) {  // rounding: the end of the last block that weighs anything
+      block = last;
+      level = __builtin_inf();
+    }
+    return column_at(row, slot, block, level);
+  }
+
+  int64_t column_at(int64_t row, int64_t slot, int64_t block, double level) const {
+    const int64_t stop = least(a.vocabulary, (block + 1) * kBlock);
+    int64_t chosen = block * kBlock;
+    for (int64_t column = block * kBlock; column < stop; column += kLanes) {
+      const floats weights = weights_at(row, slot, column, stop);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (!(weights[lane] > 0)) continue;
+        chosen = column + lane;
+        if (level < weights[lane]) return chosen;
+        level -= weights[lane];
+      }
+    }
+    return chosen;
+  }
+
+  void choose(int64_t row, int64_t slot, int64_t column) {
+    if (column >= a.vocabulary) column = 0;  // no logit is a number
+    a.columns[row * a.slots + slot] = column;
+    a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
+  }
+
+  static constexpr int64_t kAhead = 4096;  // bytes of W2 to ask memory for in advance
+  const Arguments &a;
+  const T *base, *w1, *w2;
+  const int64_t tiles, blocks, mixer_size, padded_rank, threads;
+  float *previous, *state, *mixed, *latent, *highest, *best_value;
+  T *rounded;
+  int32_t *best_column;
+  double *sums;
+};
+
+#ifdef DSPARK_DOT_BF16
+// Pairs of bf16 products are summed by one instruction.
+template <>
+template <int kRows>
+void Head<bf16>::accumulate(const bf16 *weights, int64_t row, floats *sums) const {
+  constexpr int kColumns = kLanes / kRows;
+  for (int64_t i = 0; i < a.rank; i += 2 * kLanes) {
+    _mm_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead, _MM_HINT_T0);
+    const __mmask32 inside = a.rank - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (a.rank - i)) - 1;
+    const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + i);
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh values = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
+      sums[r * kColumns] = (floats)_mm512_dpbf16_ps((__m512)sums[r * kColumns], w, values);
+    }
+  }
+}
+#endif
+
+}  // namespace DSPARK_ISA
+}  // namespace
+
+#endif

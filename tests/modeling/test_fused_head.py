@@ -1,0 +1,444 @@
+"""The fused sequential head against fp64 arithmetic, its draws against their distribution, and its build against mishaps."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+from transformers.utils import logging
+
+from modeling_dspark import drafting_dspark, fused_build_dspark, fused_head_dspark
+from modeling_dspark.cache_dspark import DSparkCache
+from modeling_dspark.drafting_dspark import propose
+from modeling_dspark.fused_head_dspark import BlockTokens, fusable_heads, fused_block, philox_uniform
+from modeling_dspark.fused_sources_dspark import HEAD_CPU
+from tests.builders import tiny_drafter, tiny_target
+
+
+ROOT = Path(__file__).parents[2]
+KINDS = ["vanilla", "gated", "rnn"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STEP = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place and more
+# vocabulary, rank, rows, slots, hidden size: odd ones, ones below a vector, and multiples of everything
+SHAPES = [
+    (1, 1, 1, 1, 3),
+    (63, 8, 2, 3, 16),
+    (199, 64, 5, 7, 24),
+    (1025, 33, 9, 2, 40),
+    (4096, 256, 4, 16, 64),
+    (2500, 48, 3, 4, 17),
+]
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return fused_build_dspark.load_library("dspark_head", HEAD_CPU)
+    except fused_build_dspark.BuildError as error:
+        pytest.skip(str(error))
+
+
+def random_heads(kind, shape, dtype, *, seed=0, with_confidence=True, reads_tokens=True, reduced=False):
+    """Weights and inputs of one block."""
+    vocabulary, rank, rows, slots, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+
+    units, width = {"vanilla": (0, 0), "gated": (rank, size + rank), "rnn": (3 * rank, 2 * rank + size)}[kind]
+    full = 2 * vocabulary if reduced else vocabulary
+    heads = {
+        "w1": draw(full, rank),
+        "w2": draw(vocabulary, rank, scale=rank**-0.5),
+        "mixer_weight": draw(units, width, scale=width**-0.5) if units else None,
+        "mixer_bias": draw(units) if units else None,
+        "confidence_weight": draw(size + rank * reads_tokens, scale=size**-0.5) if with_confidence else None,
+        "confidence_bias": draw(1) if with_confidence else None,
+        "draft_to_target": torch.arange(vocabulary) if reduced else None,  # token 2 i
+        "kind": kind,
+    }
+    anchors = torch.randint(full, (rows,), generator=generator)
+    return heads, (draw(rows, slots, vocabulary), draw(rows, slots, size), anchors)
+
+
+def exactly(heads, base_logits, hidden, anchors, tokens):
+    """Logits and confidences of a block in fp64, with the given tokens in their places."""
+    weights = {name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+               for name, value in heads.items()}  # fmt: skip
+    dtype, rank = base_logits.dtype, heads["w1"].shape[1]
+    state = torch.zeros(len(anchors), rank, dtype=torch.double)
+    all_logits, confidences = [], []
+    for slot in range(base_logits.shape[1]):
+        previous = weights["w1"][anchors if slot == 0 else tokens[:, slot - 1]]
+        here = hidden[:, slot].double()
+        latent = previous
+        if heads["kind"] == "gated":
+            mixed = torch.cat([here, previous], 1) @ weights["mixer_weight"].T + weights["mixer_bias"]
+            latent = torch.sigmoid(mixed) * previous
+        elif heads["kind"] == "rnn":
+            mixed = torch.cat([state, previous, here], 1) @ weights["mixer_weight"].T + weights["mixer_bias"]
+            gate, candidate, output = mixed.chunk(3, dim=1)
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            latent = torch.tanh(output)
+        all_logits.append(base_logits[:, slot].double() + latent.to(dtype).double() @ weights["w2"].T)
+        if weights["confidence_weight"] is not None:
+            read = torch.cat([here, previous], 1)[:, : len(weights["confidence_weight"])]
+            confidences.append(read @ weights["confidence_weight"] + weights["confidence_bias"])
+    return torch.stack(all_logits, 1), torch.stack(confidences, 1) if confidences else None
+
+
+def check(heads, inputs, block, *, temperature=0.0):
+    dtype = inputs[0].dtype
+    logits, confidence = exactly(heads, *inputs, block.tokens)
+    tolerance = 4 * STEP[dtype] * (1 + logits.abs()) + 1e-5
+    if dtype != torch.float32:  # a latent may be rounded to the other side
+        tolerance = tolerance + 4 * STEP[dtype]
+    assert block.logits.dtype == dtype
+    assert ((block.logits.double() - logits).abs() <= tolerance).all()
+    if temperature == 0:
+        assert torch.equal(block.columns, first_of_the_highest(block.logits))
+    if confidence is not None:
+        torch.testing.assert_close(block.confidence_logits.double(), confidence, atol=2e-5, rtol=2e-5)
+    offset = heads["draft_to_target"]
+    assert torch.equal(block.tokens, block.columns if offset is None else block.columns + offset[block.columns])
+
+
+def first_of_the_highest(logits):
+    highest = logits == logits.max(dim=-1, keepdim=True).values
+    return highest.int().argmax(dim=-1)  # of equal ones, `argmax` of 0 and 1 takes the first on a CPU
+
+
+def run(library, heads, inputs, *, isa=-1, temperature=0.0, seed=0, keep_logits=True):
+    names = ("base_logits", "hidden", "anchors")
+    return BlockTokens(
+        *fused_head_dspark._on_cpu(
+            library, **dict(zip(names, inputs, strict=True)), **heads,
+            temperature=temperature, seed=seed, keep_logits=keep_logits, isa=isa,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512", "avx512bf16"])
+def isa(request, library):
+    number = ["generic", "avx2", "avx512", "avx512bf16"].index(request.param)
+    if number > library.dspark_head_best_isa():
+        pytest.skip(f"this machine has no {request.param}")
+    return number
+
+
+class TestArithmetic:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logits_tokens_and_confidences(self, kind, dtype, isa, library):
+        for seed, shape in enumerate(SHAPES):
+            heads, inputs = random_heads(kind, shape, DTYPES[dtype], seed=seed, reduced=seed % 2 == 1)
+            check(heads, inputs, run(library, heads, inputs, isa=isa))
+
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_logits_of_draws(self, dtype, temperature, isa, library):
+        for seed, shape in enumerate(SHAPES):
+            heads, inputs = random_heads(KINDS[seed % 3], shape, DTYPES[dtype], seed=seed)
+            block = run(library, heads, inputs, isa=isa, temperature=temperature, seed=seed)
+            check(heads, inputs, block, temperature=temperature)
+
+    @pytest.mark.parametrize("reads_tokens", [True, False])
+    def test_without_confidence_and_without_its_tokens(self, reads_tokens, library):
+        shape = SHAPES[2]
+        heads, inputs = random_heads("gated", shape, torch.bfloat16, reads_tokens=reads_tokens)
+        check(heads, inputs, run(library, heads, inputs))
+        heads, inputs = random_heads("gated", shape, torch.bfloat16, with_confidence=False)
+        block = run(library, heads, inputs)
+        check(heads, inputs, block)
+        assert block.confidence_logits.numel() == 0
+
+    def test_every_output_is_written(self, library):
+        """Memory that was not written would hold NaN, or the largest number."""
+        heads, inputs = random_heads("rnn", SHAPES[3], torch.float32)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert torch.empty(3).isnan().all()
+            for keep_logits, temperature in itertools.product([True, False], [0.0, 1.0]):
+                block = run(library, heads, inputs, keep_logits=keep_logits, temperature=temperature)
+                assert (block.columns < SHAPES[3][0]).all()
+                assert not block.confidence_logits.isnan().any()
+                assert not block.logits.isnan().any()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def test_logits_need_not_be_kept(self, library):
+        heads, inputs = random_heads("vanilla", SHAPES[4], torch.bfloat16)
+        for temperature in (0.0, 0.7):
+            kept = run(library, heads, inputs, temperature=temperature, seed=3)
+            block = run(library, heads, inputs, temperature=temperature, seed=3, keep_logits=False)
+            assert torch.equal(block.tokens, kept.tokens)
+            assert block.logits.numel() == 0
+
+    def test_ties_go_to_the_lowest_index(self, isa, library):
+        """bf16 logits of few values, many of them the highest."""
+        heads, (base, hidden, anchors) = random_heads("vanilla", (777, 8, 3, 5, 8), torch.bfloat16)
+        heads["w2"].zero_()
+        generator = torch.Generator().manual_seed(1)
+        base = torch.randint(4, base.shape, generator=generator).to(torch.bfloat16)
+        block = run(library, heads, (base, hidden, anchors), isa=isa)
+        assert torch.equal(block.columns, first_of_the_highest(base))
+        base.fill_(-torch.inf)
+        assert not run(library, heads, (base, hidden, anchors), isa=isa).columns.any()
+
+    def test_views_are_read_where_they_are(self, library):
+        heads, (base, hidden, anchors) = random_heads("gated", SHAPES[2], torch.float32)
+        wide = torch.full((5, 9, 24), torch.nan)
+        wide[:, :7] = hidden
+        block = run(library, heads, (base, wide[:, :7], anchors))
+        assert torch.equal(block.tokens, run(library, heads, (base, hidden, anchors)).tokens)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_results_do_not_depend_on_threads(self, temperature, library):
+        heads, inputs = random_heads("rnn", (5003, 32, 6, 5, 16), torch.bfloat16)
+        before, blocks = torch.get_num_threads(), []
+        try:
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                blocks.append(run(library, heads, inputs, temperature=temperature, seed=5))
+        finally:
+            torch.set_num_threads(before)
+        for block in blocks[1:]:
+            for ours, first in zip(block, blocks[0], strict=True):
+                assert torch.equal(ours, first)
+
+    def test_an_instruction_set_that_is_not_there_is_refused(self, library):
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+        with pytest.raises(ValueError, match="instruction set 9"):
+            run(library, heads, inputs, isa=9)
+
+
+class TestDraws:
+    def test_known_numbers_of_the_generator(self):
+        """The first words for counter and key zero, from the authors' table of known answers."""
+        words = (0x6627E8D5 << 21) ^ (0xE169C58D >> 11)
+        assert philox_uniform(0, 1, 1).item() == words * 2.0**-53
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("temperature", [0.5, 1.0])
+    def test_draws_follow_the_logits_as_returned(self, dtype, temperature, library):
+        """8 rows of equal contents, 800 seeds: shares of the first slot's tokens, and of the second's after each."""
+        heads, (base, hidden, anchors) = random_heads("vanilla", (6, 4, 1, 2, 8), DTYPES[dtype], with_confidence=False)
+        inputs = (base.expand(8, -1, -1), hidden.expand(8, -1, -1), anchors.expand(8))
+        counts = torch.zeros(6, 6)
+        exact: dict[int, torch.Tensor] = {}
+        for seed in range(800):
+            block = run(library, heads, inputs, temperature=temperature, seed=seed)
+            for row in range(8):
+                one, two = block.columns[row].tolist()
+                counts[one, two] += 1
+                exact[one] = (block.logits[row, 1].double() / temperature).softmax(0)
+        first = (block.logits[0, 0].double() / temperature).softmax(0)
+        assert stats.chisquare(counts.sum(1), 6400 * first).pvalue > 1e-3
+        for token in exact:
+            if counts[token].sum() > 100:
+                expected = counts[token].sum() * exact[token]
+                assert stats.chisquare(counts[token], expected).pvalue > 1e-4
+
+    @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+    def test_draws_are_the_inversion_of_the_generators_numbers(self, temperature, isa, library):
+        """In fp64, but for levels within rounding of the border between two tokens."""
+        heads, inputs = random_heads("vanilla", (3001, 16, 9, 16, 8), torch.bfloat16, with_confidence=False)
+        block = run(library, heads, inputs, isa=isa, temperature=temperature, seed=-12345)
+        uniform = philox_uniform(-12345, 9, 16)
+        cumulative = (block.logits.double() / temperature).softmax(-1).cumsum(-1)
+        place = torch.searchsorted(cumulative, uniform[..., None], right=True).squeeze(-1)
+        assert (place == block.columns).float().mean() > 0.98
+        assert ((place - block.columns).abs() <= 1).all()
+
+    def test_what_weighs_nothing_is_never_drawn(self, library):
+        heads, (base, hidden, anchors) = random_heads("vanilla", (2000, 4, 4, 8, 8), torch.float32)
+        base.fill_(-torch.inf)
+        base[..., 1234], base[..., 77] = 1.0, 0.5
+        drawn = {
+            token
+            for seed in range(50)
+            for token in run(library, heads, (base, hidden, anchors), temperature=1.0, seed=seed).columns.unique().tolist()
+        }
+        assert drawn == {77, 1234}
+
+
+class TestOperation:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_pytorch_does_the_same(self, kind, dtype, monkeypatch, library):
+        """fp32 tokens are equal; in reduced precision both hold to fp64 and to their own logits."""
+        for temperature in (0.0, 1.0):
+            heads, inputs = random_heads(kind, SHAPES[2], DTYPES[dtype], reduced=True)
+            call = {"temperature": temperature, "seed": 11, "keep_logits": True}
+            fused = fused_block(heads, *inputs, **call)
+            monkeypatch.setenv("DSPARK_FUSED_HEAD", "torch")
+            plain = fused_block(heads, *inputs, **call)
+            monkeypatch.delenv("DSPARK_FUSED_HEAD")
+            if dtype == "fp32":
+                check(heads, inputs, plain, temperature=temperature)
+                assert torch.equal(fused.tokens, plain.tokens)
+            if temperature == 0:
+                assert torch.equal(plain.columns, first_of_the_highest(plain.logits))
+
+    def test_torch_library_finds_nothing_wrong(self, library):
+        heads, inputs = random_heads("gated", SHAPES[1], torch.float32)
+        for keep_logits in (True, False):
+            torch.library.opcheck(torch.ops.dspark.sequential_head.default, inputs, heads | {
+                "temperature": 1.0, "seed": 1, "keep_logits": keep_logits
+            }, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))  # fmt: skip
+
+    def test_it_compiles_into_one_graph(self, library):
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+
+        def block(*inputs):
+            return fused_block(heads, *inputs, keep_logits=True).logits.softmax(-1)
+
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*inputs), block(*inputs))
+
+    def test_a_wrong_choice_is_named(self, monkeypatch):
+        monkeypatch.setenv("DSPARK_FUSED_HEAD", "gpu")
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+        with pytest.raises(ValueError, match=r"DSPARK_FUSED_HEAD.*'auto', 'cpu', 'torch'.*'gpu'"):
+            fused_block(heads, *inputs)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("reduced", [False, True])
+    @pytest.mark.parametrize("temperature", [None, 0.7])
+    def test_a_drafters_blocks_are_those_made_slot_by_slot(self, kind, reduced, temperature, library, monkeypatch):
+        """In fp32: same tokens and confidences; with sampling, the logits are the target's business as before."""
+        target = tiny_target("llama")
+        ids = list(range(3, 40)) if reduced else None
+        drafter = tiny_drafter(target, markov_head_type=kind, markov_rank=8, draft_token_ids=ids)
+        features = torch.randn(3, 5, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+
+        def block(step=None):
+            if step is not None:
+                drafter.head_step = step
+            cache = DSparkCache(num_rows=3)
+            torch.manual_seed(3)
+            call = {"do_sample": temperature is not None, "temperature": temperature}
+            if temperature is not None:
+                call["logits_processor"] = lambda _, logits: logits / temperature
+            return propose(drafter, drafter.bind(target), features, anchor_tokens=torch.tensor([5, 6, 7]), cache=cache, **call)
+
+        calls = []
+        monkeypatch.setattr(drafting_dspark, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        fused, step = block(), drafter.head_step
+        assert calls == [1]
+        plain = block(lambda *args: step(*args))  # a user's own
+        assert calls == [1]
+        if temperature is None:
+            assert torch.equal(fused.tokens, plain.tokens)
+            assert fused.logits is None
+            torch.testing.assert_close(fused.confidence, plain.confidence)
+        else:
+            torch.testing.assert_close(fused.logits[:, 0], plain.logits[:, 0], atol=1e-4, rtol=1e-4)
+            assert fused.logits.gather(2, fused.columns[..., None]).isfinite().all()
+
+    def test_heads_without_a_fused_form_go_slot_by_slot(self, library):
+        target = tiny_target("llama")
+        logits = torch.zeros(1, 4, 61)
+        assert fusable_heads(tiny_drafter(target), logits) is not None
+        assert fusable_heads(tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False), logits) is None
+        assert fusable_heads(tiny_drafter(target), logits.double()) is None
+        assert fusable_heads(tiny_drafter(target), logits.bfloat16()) is None
+
+
+SCRIPT = """
+import sys, torch
+from transformers.utils import logging
+from modeling_dspark.fused_build_dspark import load_library
+from modeling_dspark.fused_head_dspark import fused_block
+heads = dict.fromkeys(["mixer_weight", "mixer_bias", "confidence_weight", "confidence_bias", "draft_to_target"])
+heads |= {"w1": torch.ones(5, 2), "w2": torch.arange(10.0).view(5, 2), "kind": "vanilla"}
+print(fused_block(heads, torch.zeros(1, 3, 5), torch.zeros(1, 3, 4), torch.tensor([2])).tokens.tolist())
+"""
+
+
+class TestBuilding:
+    """In processes of their own, with folders of their own."""
+
+    def process(self, folder, **environment):
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"DSPARK_CACHE": str(folder), "TMPDIR": str(folder.parent)} | environment,
+        )  # fmt: skip
+
+    def output(self, process):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert out.strip() == "[[4, 4, 4]]"
+        return err
+
+    def libraries(self, folder):
+        return sorted(folder.glob("kernels/*.so"))
+
+    def test_two_processes_at_once_build_once(self, tmp_path, library):
+        folder = tmp_path / "cache"
+        processes = [self.process(folder), self.process(folder)]
+        said = [self.output(process) for process in processes]
+        assert sum("Building dspark_head" in text for text in said) == 1
+        assert len(self.libraries(folder)) == 1
+        assert "Building" not in self.output(self.process(folder))
+
+    def test_a_killed_build_is_no_obstacle(self, tmp_path, library):
+        folder = tmp_path / "cache"
+        process = self.process(folder)
+        while not list(folder.glob("kernels/.build-*/*.cpp")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not self.libraries(folder)
+        assert "Building dspark_head" in self.output(self.process(folder))
+
+    def test_a_damaged_library_is_built_again(self, tmp_path, library):
+        folder = tmp_path / "cache"
+        self.output(self.process(folder))
+        (path,) = self.libraries(folder)
+        path.write_bytes(b"not a library")
+        said = self.output(self.process(folder))
+        assert "built again" in said
+        assert "Building dspark_head" in said
+
+    def test_a_folder_that_cannot_be_written_to(self, tmp_path, library):
+        (tmp_path / "file").write_text("")
+        said = self.output(self.process(tmp_path / "file" / "cache", TMPDIR=str(tmp_path)))
+        assert "Building dspark_head" in said
+        assert list(tmp_path.glob("dspark-kernels-*/*.so"))
+
+    @pytest.mark.parametrize("environment", [{"CXX": "/nowhere/g++"}, {"PATH": "/nowhere"}], ids=["compiler", "ninja"])
+    def test_without_tools_the_head_is_pytorchs(self, environment, tmp_path):
+        said = self.output(self.process(tmp_path / "cache", **environment))
+        assert "The fused sequential head is not used" in said
+        assert "ninja" in said
+
+    def test_what_others_can_write_to_is_not_trusted(self, tmp_path, monkeypatch, library):
+        shared = tmp_path / "kernels"
+        shared.mkdir()
+        shared.chmod(0o777)
+        monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+        assert all(folder != shared for folder in [fused_build_dspark._writable_folder()])
+
+
+def test_sources_are_those_of_the_files():
+    assert (ROOT / "modeling_dspark" / "kernels" / "head_cpu.cpp").read_text() == HEAD_CPU
+
+
+def test_a_failed_build_is_said_once(monkeypatch, caplog):
+    def fail(*_):
+        raise fused_build_dspark.BuildError("no compiler")
+
+    logging.get_logger("modeling_dspark.fused_head_dspark").warning_once.cache_clear()
+    monkeypatch.setattr(fused_head_dspark, "load_library", fail)
+    heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+    for _ in range(2):
+        check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))
+    assert caplog.text.count("no compiler") == 1
