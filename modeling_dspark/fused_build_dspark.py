@@ -23,6 +23,7 @@ logger = logging.get_logger(__name__)
 
 _FLAGS = ["-O3", "-fno-math-errno", "-fopenmp", "-Wno-psabi"]
 _loaded: dict[str, ctypes.CDLL] = {}
+_failed: dict[str, "BuildError"] = {}  # not tried again in this process
 
 
 class BuildError(RuntimeError):
@@ -40,8 +41,14 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
         BuildError: if it can be neither found nor built.
     """
     file = f"{name}-{_digest(source)}.so"
+    if file in _failed:
+        raise _failed[file]
     if file not in _loaded:
-        _loaded[file] = _find(file) or _build(name, source, file)
+        try:
+            _loaded[file] = _find(file) or _build(name, source, file)
+        except BuildError as error:
+            _failed[file] = error
+            raise
     return _loaded[file]
 
 
@@ -120,9 +127,16 @@ def _compile(name: str, source: str, path: Path) -> None:
             (Path(scratch) / f"{name}.so").replace(path)
         except Exception as error:  # whatever a compiler, ninja or a full disk comes up with
             raise BuildError(
-                f"{str(error).strip().splitlines()[0]}; a C++ compiler (g++ 12 or later) and ninja (`pip install ninja`) are "
+                f"{_reason(error)}; a C++ compiler (g++ 12 or later) and ninja (`pip install ninja`) are "
                 "needed"
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of a build's output that says what went wrong."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    telling = (line for line in lines if "error:" in line or "not found" in line)
+    return next(telling, lines[0])[:200]
 
 
 __all__ = ["BuildError", "load_library"]

@@ -256,12 +256,11 @@ def _in_torch(
         previous = columns[-1] if draft_to_target is None else columns[-1] + draft_to_target[columns[-1]]
         tokens.append(previous)
         logits.append(scores)
-    nothing = base_logits.new_empty(0)
     return (
         torch.stack(columns, dim=1),
         torch.stack(tokens, dim=1),
-        torch.stack(logits, dim=1) if keep_logits else nothing,
-        torch.stack(confidences, dim=1) if confidences else nothing.float(),
+        torch.stack(logits, dim=1) if keep_logits else base_logits.new_empty(0),
+        torch.stack(confidences, dim=1) if confidences else base_logits.new_empty(0, dtype=torch.float32),
     )
 
 
