@@ -1,4 +1,4 @@
-"""Building C++ on first use: once for each source, torch and machine, by any number of processes at the same time.
+"""Building C++ and CUDA on first use: once for each source, torch and machine, by any number of processes at a time.
 
 What is built is kept in `$DSPARK_CACHE/kernels`, by default `~/.cache/dspark/kernels`, or where that cannot be written to
 in a folder of the user's own for temporary files. A build that is killed leaves nothing that a later one would wait for:
@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.utils import WeakFileLock
@@ -22,6 +23,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _FLAGS = ["-O3", "-fno-math-errno", "-fopenmp", "-Wno-psabi"]
+_CHECKSUM = 32  # bytes
+_TELLING = ("error:", "fatal", "not found", "cannot find")
 _loaded: dict[str, ctypes.CDLL] = {}
 _failed: dict[str, "BuildError"] = {}  # not tried again in this process
 
@@ -40,21 +43,79 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
     Raises:
         BuildError: if it can be neither found nor built.
     """
-    file = f"{name}-{_digest(source)}.so"
+
+    def compile_in(scratch: Path) -> None:
+        compile_extension(name, scratch, cpp_sources=[source], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"])
+
+    needs = "a C++ compiler (g++ 12 or later) and ninja (`pip install ninja`) are needed"
+    return load_built(name, [source, _FLAGS], compile_in, lasts="some seconds", needs=needs)
+
+
+def load_built(
+    name: str, key: list[Any], compile_in: Callable[[Path], None], *, lasts: str, needs: str
+) -> ctypes.CDLL:
+    """The library of a name and key, loaded once a process and built if it is not there yet.
+
+    Args:
+        name (`str`): Of the library, for people to read.
+        key (`list`): All that the library depends on, but for torch and the machine; of what JSON can hold.
+        compile_in (`Callable`): Builds it in the folder that it is given, under any name that ends in `.so`.
+        lasts (`str`): How long that takes.
+        needs (`str`): What can be done if it fails.
+
+    Raises:
+        BuildError: if it can be neither found nor built; the same one from then on.
+    """
+    file = f"{name}-{digest([*key, torch.__version__])}.so"
     if file in _failed:
         raise _failed[file]
     if file not in _loaded:
         try:
-            _loaded[file] = _find(file) or _build(name, source, file)
+            _loaded[file] = _find(file) or _build(file, compile_in, f"Building {name} in %s (once, {lasts}).", needs)
         except BuildError as error:
             _failed[file] = error
             raise
     return _loaded[file]
 
 
-def _digest(source: str) -> str:
-    key = [source, _FLAGS, torch.__version__, platform.system(), platform.machine()]
+def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
+    """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder where no lock can be in the way."""
+    from torch.utils import cpp_extension  # needs setuptools, which not every environment has
+
+    cpp_extension.load_inline(
+        name, build_directory=str(folder), is_python_module=False, no_implicit_headers=True, **arguments
+    )
+
+
+def digest(key: list[Any]) -> str:
+    """Short name for what something was built from, on this kind of machine."""
+    key = [*key, platform.system(), platform.machine()]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def read_kept(file: str) -> bytes | None:
+    """What `keep` wrote under this name, if it is there and whole."""
+    for folder in _folders():
+        try:
+            if _is_own(folder):
+                content = (folder / file).read_bytes()
+                if hashlib.sha256(content[_CHECKSUM:]).digest() == content[:_CHECKSUM]:
+                    return content[_CHECKSUM:]
+        except OSError:
+            continue
+    return None
+
+
+def keep(file: str, content: bytes) -> None:
+    """Write a file for `read_kept` of this and other processes, where there is a folder for it."""
+    try:
+        folder = _writable_folder()
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+            path = Path(scratch) / file
+            path.write_bytes(hashlib.sha256(content).digest() + content)
+            path.replace(folder / file)
+    except (OSError, BuildError) as error:
+        logger.info(f"{file} is not kept: {error}")
 
 
 def _folders() -> Iterator[Path]:
@@ -97,46 +158,34 @@ def _writable_folder() -> Path:
     raise BuildError(f"no folder to build in ({'; '.join(reasons)}); set DSPARK_CACHE to one that can be written to")
 
 
-def _build(name: str, source: str, file: str) -> ctypes.CDLL:
+def _build(file: str, compile_in: Callable[[Path], None], announcement: str, needs: str) -> ctypes.CDLL:
     folder = _writable_folder()
     with WeakFileLock(folder / f"{file}.lock"):
         if not (folder / file).is_file() or _find(file) is None:
-            logger.warning(f"Building {name} in {folder} (once, some seconds).")
-            _compile(name, source, folder / file)
+            logger.warning(announcement % folder)
+            _compile(compile_in, folder / file, needs)
     try:
         return ctypes.CDLL(str(folder / file))
     except OSError as error:
         raise BuildError(f"what was built cannot be loaded ({error}); is {folder} mounted `noexec`?") from error
 
 
-def _compile(name: str, source: str, path: Path) -> None:
+def _compile(compile_in: Callable[[Path], None], path: Path, needs: str) -> None:
     """Build in a folder of its own, so that no lock of an earlier build can be in the way."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as scratch:
         try:
-            from torch.utils import cpp_extension  # needs setuptools, which not every environment has
-
-            cpp_extension.load_inline(
-                name,
-                [source],
-                extra_cflags=_FLAGS,
-                extra_ldflags=["-fopenmp"],
-                build_directory=scratch,
-                is_python_module=False,
-                no_implicit_headers=True,
-            )
-            (Path(scratch) / f"{name}.so").replace(path)
+            compile_in(Path(scratch))
+            (library,) = Path(scratch).glob("*.so")  # torch numbers the names of libraries that a process builds again
+            library.replace(path)
         except Exception as error:  # whatever a compiler, ninja or a full disk comes up with
-            raise BuildError(
-                f"{_reason(error)}; a C++ compiler (g++ 12 or later) and ninja (`pip install ninja`) are "
-                "needed"
-            ) from error
+            raise BuildError(f"{_reason(error)}; {needs}") from error
 
 
 def _reason(error: Exception) -> str:
     """The line of a build's output that says what went wrong."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    telling = (line for line in lines if "error:" in line or "not found" in line)
+    telling = (line for line in lines if any(word in line for word in _TELLING))
     return next(telling, lines[0])[:200]
 
 
-__all__ = ["BuildError", "load_library"]
+__all__ = ["BuildError", "compile_extension", "digest", "keep", "load_built", "load_library", "read_kept"]

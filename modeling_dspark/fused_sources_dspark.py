@@ -1,4 +1,4 @@
-"""C++ sources as text, written by `python -m modeling_dspark.kernels`: the files in `kernels/` are the originals."""
+"""C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""
 
 HEAD_CPU = r'''// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
 //
@@ -24,21 +24,24 @@ HEAD_CPU = r'''// The sequential head of a DSpark drafter on a CPU: a whole bloc
 #include <omp.h>
 #endif
 
-// Mirrored by `Arguments` in fused_head_dspark.py. All arrays are contiguous, except for the strides given in elements.
+// Mirrored by `HeadArguments` in fused_launch_dspark.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
   int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
   int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t mixer_row_stride;   // of `mixer_weight`
   const void *base;           // [rows, slots, vocabulary]
   const void *hidden;         // [rows, slots, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
-  const void *mixer_weight, *mixer_bias;            // gated [rank, hidden + rank]; rnn [3 rank, 2 rank + hidden]
-  const void *confidence_weight, *confidence_bias;  // [hidden (+ rank)] and [1], or null
+  const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
+  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
   void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
   int64_t *columns, *tokens;                        // [rows, slots]
   float *confidence;                                // [rows, slots]
+  void *scratch;                                    // of the GPU; not used here
   double temperature;                               // 0: the highest logit
   uint64_t seed;
   int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
@@ -46,6 +49,7 @@ struct DsparkHeadArguments {
   int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
   int32_t isa;                      // -1: the best there is
   int32_t threads;
+  int32_t aligned;  // of the GPU; not used here
 };
 
 namespace {
@@ -122,12 +126,14 @@ struct Workspace {
         highest(a.rows),
         best_value(threads * a.rows * kLanes),
         rounded(a.rows * padded_rank),
+        ending(kLanes * a.rank),
         best_column(threads * a.rows * kLanes),
         sums(a.rows * blocks) {}
 
   const int64_t tiles, blocks, mixer_size, padded_rank, threads;
   std::vector<float> previous, state, mixed, latent, highest, best_value;
   std::vector<uint32_t> rounded;  // the latent in the dtype of the weights
+  std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
   std::vector<int32_t> best_column;
   std::vector<double> sums;
 };
@@ -288,14 +294,14 @@ inline floats transpose_sums(const floats *sums) {
          __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 }
 
-template <typename T>
-inline float dot(const T *weights, const float *values, int64_t size) {
+template <typename A, typename B>
+inline float dot(const A *weights, const B *values, int64_t size) {
   floats sum{};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) sum += load(weights + i) * load(values + i);
   float total = 0;
   for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-  for (; i < size; ++i) total += widen(weights[i]) * values[i];
+  for (; i < size; ++i) total += widen(weights[i]) * widen(values[i]);
   return total;
 }
 
@@ -334,8 +340,12 @@ class Head {
         highest(workspace.highest.data()),
         best_value(workspace.best_value.data()),
         rounded(reinterpret_cast<T *>(workspace.rounded.data())),
+        ending(reinterpret_cast<T *>(workspace.ending.data())),
         best_column(workspace.best_column.data()),
-        sums(workspace.sums.data()) {}
+        sums(workspace.sums.data()) {
+    const int64_t begin = a.vocabulary / kLanes * kLanes;
+    for (int64_t i = 0; i < (a.vocabulary - begin) * a.rank; ++i) ending[i] = w2[begin * a.rank + i];
+  }
 
   void run() {
 #ifdef _OPENMP
@@ -393,29 +403,19 @@ class Head {
     for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
     if (!a.confidence_weight) return;
     const T *weight = static_cast<const T *>(a.confidence_weight);
-    const T *hidden = hidden_of(row, slot);
-    float sum = widen(*static_cast<const T *>(a.confidence_bias));
-    for (int64_t i = 0; i < a.hidden_size; ++i) sum += widen(weight[i]) * widen(hidden[i]);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, slot), a.hidden_size);
     if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
     a.confidence[row * a.slots + slot] = sum;
   }
 
   // One output of the gate's or the recurrent cell's linear layer, for all rows.
   void mix(int64_t unit, int64_t slot) {
-    const int64_t width = a.hidden_size + (a.kind == kRnn ? 2 : 1) * a.rank;
-    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * width;
-    const float bias = widen(static_cast<const T *>(a.mixer_bias)[unit]);
+    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * a.mixer_row_stride;
+    const T *of_previous = a.kind == kRnn ? weight + a.rank : weight;
     for (int64_t row = 0; row < a.rows; ++row) {
-      const T *hidden = hidden_of(row, slot);
-      const T *of_hidden = a.kind == kRnn ? weight + 2 * a.rank : weight;             // [state, previous, hidden]
-      const T *of_previous = a.kind == kRnn ? weight + a.rank : weight + a.hidden_size;  // [hidden, previous]
-      float sum = bias + dot(of_previous, &previous[row * a.rank], a.rank);
+      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.slots + slot) * mixer_size;
+      float sum = widen(of_hidden[unit]) + dot(of_previous, &previous[row * a.rank], a.rank);
       if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
-      floats parts{};
-      int64_t i = 0;
-      for (; i + kLanes <= a.hidden_size; i += kLanes) parts += load(of_hidden + i) * load(hidden + i);
-      for (int lane = 0; lane < kLanes; ++lane) sum += parts[lane];
-      for (; i < a.hidden_size; ++i) sum += widen(of_hidden[i]) * widen(hidden[i]);
       mixed[row * mixer_size + unit] = sum;
     }
   }
@@ -458,41 +458,59 @@ class Head {
   void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
     constexpr int kColumns = kLanes / kRows;
     const int64_t first = tile * kLanes, count = least(kLanes, a.vocabulary - first);
+    const T *weights = count < kLanes ? ending : w2 + first * a.rank;
     alignas(64) float products[kRows][kLanes];
     for (int pass = 0; pass < kRows; ++pass) {
-      const int64_t column = first + pass * kColumns;
       floats sums[kLanes];
-      multiply<kRows>(column, row, sums);
+      multiply<kRows>(weights + pass * kColumns * a.rank, row, sums);
       const floats reduced = transpose_sums(sums);
       for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
     }
     for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
   }
 
-  // `sums[r * kColumns + c]` holds, spread over its lanes, the product of column `column + c` and row `row + r`.
+  // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
+  // Few columns at a time keep the reading close to sequential, which is what fetches from memory early.
   template <int kRows>
-  void multiply(int64_t column, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows;
-    for (int i = 0; i < kLanes; ++i) sums[i] = floats{};
-    for (int c = 0; c < kColumns; ++c) {
-      const T *weights = w2 + least(column + c, a.vocabulary - 1) * a.rank;
-      accumulate<kRows>(weights, row, sums + c);
+  void multiply(const T *weights, int64_t row, floats *sums) const {
+    constexpr int kColumns = kLanes / kRows, kGroup = 4;
+    for (int group = 0; group < kColumns; group += kGroup) {
+      multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
     }
   }
 
-  // Adds the products of one column of W2 with `kRows` latents to `sums[0], sums[kColumns], ...`.
-  template <int kRows>
-  void accumulate(const T *weights, int64_t row, floats *sums) const {
+  // The same of `kGroup` columns.
+  template <int kRows, int kGroup>
+  void multiply_group(const T *weights, int64_t row, floats *sums) const {
     constexpr int kColumns = kLanes / kRows;
+    const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
+    floats parts[kRows][kGroup] = {};
     int64_t i = 0;
     for (; i + kLanes <= a.rank; i += kLanes) {
-      __builtin_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead);
-      const floats w = load(weights + i);
-      for (int r = 0; r < kRows; ++r) sums[r * kColumns] += w * load(&latent[(row + r) * padded_rank + i]);
+      floats values[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) values[r] = load(&latent[(row + r) * padded_rank + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kGroup; ++c) {
+        ahead = prefetch(ahead, kLanes * sizeof(T));
+        const floats w = load(weights + c * a.rank + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) parts[r][c] += w * values[r];
+      }
     }
-    for (; i < a.rank; ++i) {
-      for (int r = 0; r < kRows; ++r) sums[r * kColumns][0] += widen(weights[i]) * latent[(row + r) * padded_rank + i];
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kGroup; ++c) {
+        floats &sum = sums[r * kColumns + c];
+        sum = parts[r][c];
+        for (int64_t k = i; k < a.rank; ++k) sum[0] += widen(weights[c * a.rank + k]) * latent[(row + r) * padded_rank + k];
+      }
     }
+  }
+
+  // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
+  static const char *prefetch(const char *place, int64_t bytes) {
+    __builtin_prefetch(place, 0, 2);
+    return place + bytes;
   }
 
   void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
@@ -604,12 +622,12 @@ class Head {
     a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
   }
 
-  static constexpr int64_t kAhead = 4096;  // bytes of W2 to ask memory for in advance
+  static constexpr int64_t kAhead = 16384;  // bytes of W2 to ask memory for in advance
   const Arguments &a;
   const T *base, *w1, *w2;
   const int64_t tiles, blocks, mixer_size, padded_rank, threads;
   float *previous, *state, *mixed, *latent, *highest, *best_value;
-  T *rounded;
+  T *rounded, *ending;
   int32_t *best_column;
   double *sums;
 };
@@ -617,17 +635,26 @@ class Head {
 #ifdef DSPARK_DOT_BF16
 // Pairs of bf16 products are summed by one instruction.
 template <>
-template <int kRows>
-void Head<bf16>::accumulate(const bf16 *weights, int64_t row, floats *sums) const {
+template <int kRows, int kGroup>
+void Head<bf16>::multiply_group(const bf16 *weights, int64_t row, floats *sums) const {
   constexpr int kColumns = kLanes / kRows;
+  const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
+  floats parts[kRows][kGroup] = {};
   for (int64_t i = 0; i < a.rank; i += 2 * kLanes) {
-    _mm_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead, _MM_HINT_T0);
     const __mmask32 inside = a.rank - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (a.rank - i)) - 1;
-    const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + i);
-    for (int r = 0; r < kRows; ++r) {
-      const __m512bh values = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
-      sums[r * kColumns] = (floats)_mm512_dpbf16_ps((__m512)sums[r * kColumns], w, values);
+    __m512bh values[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) values[r] = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; ++c) {
+      ahead = prefetch(ahead, 64);
+      const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + c * a.rank + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) parts[r][c] = (floats)_mm512_dpbf16_ps((__m512)parts[r][c], w, values[r]);
     }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kGroup; ++c) sums[r * kColumns + c] = parts[r][c];
   }
 }
 #endif
@@ -638,4 +665,627 @@ void Head<bf16>::accumulate(const bf16 *weights, int64_t row, floats *sums) cons
 #endif
 '''  # noqa: Q001
 
-__all__ = ["HEAD_CPU"]
+HEAD_CUDA = r'''// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
+//
+// A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
+// where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
+// takes sixteen columns of W2 at a time and multiplies them with the latents of up to 64 rows: by tensor cores for bf16
+// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd slots go through
+// W2 backwards, and so find the part that was read last in the L2 cache.
+//
+// Memory traffic of a slot, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
+// four), base logits once (rows * vocabulary * size), the same again for the corrected logits if they are asked for, and
+// from L2 one row of W1 for each row and block of the grid. All else is small. The floor is the first of these over the
+// bandwidth of the memory.
+//
+// Tokens are chosen by the logits as rounded to the dtype of the weights: the highest, ties to the lowest column, or the
+// highest of `logit / temperature + Gumbel noise`, with noise from Philox 4x32-10. Sums are in fp32. The sum for a logit is
+// taken in the same order whatever the grid, so results do not depend on it.
+//
+// No header is needed, so nvcc and NVRTC compile it alike; tests run the same source on a CPU (DSPARK_EMULATION).
+
+#if defined(DSPARK_EMULATION)
+#include "emulation.h"
+#elif defined(__CUDACC_RTC__)
+typedef signed int int32_t;
+typedef unsigned int uint32_t;
+typedef unsigned short uint16_t;
+typedef signed long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#endif
+
+// Mirrored by `HeadArguments` in fused_launch_dspark.py. Arrays are contiguous, but for the strides given in elements.
+struct DsparkHeadArguments {
+  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t mixer_row_stride;   // of `mixer_weight`
+  const void *base;           // [rows, slots, vocabulary]
+  const void *hidden;         // [rows, slots, hidden_size]
+  const int64_t *anchors;     // [rows], tokens of the target
+  const void *w1;             // [target vocabulary, rank]
+  const void *w2;             // [vocabulary, rank]
+  const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
+  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
+  const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
+  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, slots]
+  float *confidence;                                // [rows, slots]
+  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, slots] of 8; then floats: latents [rows, rank], states [2, rows, rank]
+  double temperature;  // 0: the highest logit
+  uint64_t seed;
+  int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
+  int32_t confidence_reads_tokens;  // whether `confidence_weight` has a part for W1[previous]
+  int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
+  int32_t isa;                      // of the CPU; not used here
+  int32_t threads;                  // of the CPU; not used here
+  int32_t aligned;                  // whether rows of W1 and W2 are whole vectors of 16 bytes
+};
+
+namespace dspark {
+
+typedef DsparkHeadArguments Arguments;
+typedef unsigned long long Key;  // orders candidates: the higher logit, and of equal ones the lower column
+enum Kind { kVanilla, kGated, kRnn };
+constexpr int kLanes = 32, kColumns = 16;  // threads of a warp, and columns of W2 that it takes at a time
+constexpr int kFloatRows = 4;              // rows that are multiplied at a time in fp32
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+#if !defined(DSPARK_EMULATION)
+// What another block may have written: read past the L1 cache.
+template <typename T>
+__device__ T load_now(const T *source) {
+  return *(const volatile T *)source;
+}
+__device__ inline void spin() {}
+#define DSPARK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+// ------------------------------------------------------------------------------------------------------- numbers
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+__device__ inline float from_bits(uint32_t bits) {
+  union { uint32_t bits; float value; } both;
+  both.bits = bits;
+  return both.value;
+}
+__device__ inline uint32_t to_bits(float value) {
+  union { uint32_t bits; float value; } both;
+  both.value = value;
+  return both.bits;
+}
+
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(bf16 value) { return from_bits((uint32_t)value.bits << 16); }
+__device__ inline float widen(fp16 value) {
+  const uint32_t sign = (uint32_t)(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest << 13));          // infinite or not a number
+  return from_bits(sign | to_bits(from_bits(rest << 13) * from_bits(0x77800000)));  // times 2^112; right for subnormals
+}
+
+template <typename T>
+__device__ T narrow(float value);  // to nearest, ties to even
+template <>
+__device__ inline float narrow<float>(float value) {
+  return value;
+}
+template <>
+__device__ inline bf16 narrow<bf16>(float value) {
+  const uint32_t bits = to_bits(value);
+  if (value != value) return bf16{0x7fc0};
+  return bf16{(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+template <>
+__device__ inline fp16 narrow<fp16>(float value) {
+  const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return fp16{(uint16_t)(sign | 0x7e00)};
+  if (rest >= 0x477ff000) return fp16{(uint16_t)(sign | 0x7c00)};  // 65520 and more
+  if (rest < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded digits at the end of the fraction
+    return fp16{(uint16_t)(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000))};
+  }
+  return fp16{(uint16_t)(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13))};
+}
+
+__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
+// Four words that depend on seed and counter alone (Salmon et al. 2011).
+struct Words {
+  uint32_t word[4];
+};
+__device__ inline Words philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = 0xD2511F53ull * c0, second = 0xCD9E8D57ull * c2;
+    c0 = (uint32_t)(second >> 32) ^ c1 ^ k0;
+    c1 = (uint32_t)second;
+    c2 = (uint32_t)(first >> 32) ^ c3 ^ k1;
+    c3 = (uint32_t)first;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return Words{{c0, c1, c2, c3}};
+}
+
+// Gumbel noise. Small words make the high values that win, so words are kept to the last bit there.
+__device__ inline float gumbel(uint32_t word) {
+  const float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  return -logf(-log1pf(-level));
+}
+
+// Never zero, which stands for no candidate. What is not a number loses to all others.
+__device__ inline Key key_of(float value, uint32_t column) {
+  const uint32_t bits = to_bits(value + 0.0f);  // -0 becomes 0, its equal
+  const uint32_t order = value != value ? 0 : (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
+  return ((Key)order << 32) | (0xffffffffu - column);
+}
+__device__ inline int64_t column_of(Key key) { return (int64_t)(0xffffffffu - (uint32_t)key); }
+__device__ inline Key higher(Key a, Key b) { return a > b ? a : b; }
+
+// --------------------------------------------------------------------------------------------- threads and memory
+
+__device__ inline int lane_id() { return threadIdx.x % kLanes; }
+__device__ inline int warp_id() { return threadIdx.x / kLanes; }
+__device__ inline int warps_of_block() { return blockDim.x / kLanes; }
+
+__device__ inline uint32_t *counter_of(const Arguments &a) { return (uint32_t *)a.scratch; }
+__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t slot) {
+  return (Key *)a.scratch + 1 + row * a.slots + slot;
+}
+__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.slots); }
+__device__ inline float *states_of(const Arguments &a, int64_t slot) {  // two of them take turns
+  return latents_of(a) + (1 + slot % 2) * a.rows * a.rank;
+}
+
+__device__ inline int64_t token_of(const Arguments &a, int64_t column) {
+  return a.draft_to_target ? column + a.draft_to_target[column] : column;
+}
+
+// The token before a slot. The one of the slot before is the winner of a phase that has ended.
+__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t slot) {
+  if (slot) return token_of(a, column_of(load_now(key_at(a, row, slot - 1))));
+  const int64_t anchor = a.anchors[row];
+  return anchor < 0 ? 0 : anchor < a.target_vocabulary ? anchor : a.target_vocabulary - 1;
+}
+
+// All blocks wait here for all others; only in a cooperative launch, where all of them run. `goal` counts arrivals.
+__device__ inline void grid_barrier(uint32_t *counter, uint32_t goal) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(counter, 1u);
+    while (load_now(counter) < goal) spin();
+    __threadfence();
+  }
+  __syncthreads();
+}
+
+__device__ inline float warp_sum(float value) {
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// 16 bytes of weights from `weights + index`; zeros from `size` on.
+template <typename T>
+__device__ uint4 load_vector(const T *weights, int64_t index, int64_t size, bool aligned) {
+  constexpr int kCount = 16 / sizeof(T);
+  union { uint4 vector; T values[kCount]; } loaded;
+  loaded.vector = uint4{0, 0, 0, 0};
+  if (aligned) {
+    if (index < size) loaded.vector = __ldg((const uint4 *)(weights + index));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (index + i < size) loaded.values[i] = weights[index + i];
+    }
+  }
+  return loaded.vector;
+}
+
+// ------------------------------------------------------------------------------------------------- the latent
+
+// The latents of a tile of rows, in shared memory as [row][pitch] with zeros behind `rank` and behind the last row.
+template <typename T>
+__device__ int latent_pitch(int64_t rank) {  // in elements; the 64 bytes more keep eight rows in different banks
+  return (int)((rank * (int)sizeof(T) + 127) / 128 * 128 + 64) / (int)sizeof(T);
+}
+
+template <typename T>
+__device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
+  for (int i = threadIdx.x; i < tile_rows; i += blockDim.x) {
+    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, slot) : 0;
+  }
+  __syncthreads();
+  constexpr int kCount = 16 / sizeof(T);
+  const int pitch = latent_pitch<T>(a.rank), vectors = pitch / kCount;
+  for (int i = threadIdx.x; i < tile_rows * vectors; i += blockDim.x) {
+    const int64_t row = first_row + i / vectors;
+    const int place = i % vectors * kCount;
+    union { uint4 vector; T values[kCount]; } loaded;
+    loaded.vector = uint4{0, 0, 0, 0};
+    if (row < a.rows) {
+      if (a.kind == kVanilla) {
+        loaded.vector = load_vector((const T *)a.w1 + before[i / vectors] * a.rank, place, a.rank, a.aligned);
+      } else {
+        for (int k = 0; k < kCount; ++k) {
+          if (place + k < a.rank) loaded.values[k] = narrow<T>(load_now(latents_of(a) + row * a.rank + place + k));
+        }
+      }
+    }
+    *(uint4 *)(latents + (int64_t)(i / vectors) * pitch + place) = loaded.vector;
+  }
+  __syncthreads();
+}
+
+// One place of the latent, and of the state of an rnn, for all rows; by a warp.
+template <typename T>
+__device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
+  const T *weight = (const T *)a.mixer_weight + place * a.mixer_row_stride;
+  const int64_t next = a.rank * a.mixer_row_stride;  // from the gate to the candidate to the output of an rnn
+  const int64_t width = a.kind == kRnn ? 3 * a.rank : a.rank;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    const float *state = states_of(a, slot + 1) + row * a.rank;  // of the slot before
+    float sums[3] = {0.0f, 0.0f, 0.0f};
+    for (int64_t i = lane_id(); i < a.rank; i += kLanes) {
+      const float previous = widen(embedded[i]);
+      if (a.kind == kGated) {
+        sums[0] += widen(weight[i]) * previous;
+      } else {
+        const float memory = slot ? load_now(state + i) : 0.0f;
+        for (int part = 0; part < 3; ++part) {
+          sums[part] += widen(weight[part * next + i]) * memory + widen(weight[part * next + a.rank + i]) * previous;
+        }
+      }
+    }
+    const T *hidden = (const T *)a.mixer_hidden + (row * a.slots + slot) * width + place;
+    for (int part = 0; part < (a.kind == kRnn ? 3 : 1); ++part) {
+      sums[part] = warp_sum(sums[part]) + widen(hidden[part * a.rank]);
+    }
+    if (lane_id() == 0) {
+      float *latent = latents_of(a) + row * a.rank + place;
+      const float gate = sigmoid(sums[0]);
+      if (a.kind == kGated) {
+        *latent = gate * widen(embedded[place]);
+      } else {
+        const float memory = slot ? load_now(state + place) : 0.0f;
+        states_of(a, slot)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
+        *latent = tanhf(sums[2]);
+      }
+    }
+  }
+}
+
+// The confidence logit of a row, which knows no token after the one before the slot; by a warp.
+template <typename T>
+__device__ void confide(const Arguments &a, int64_t slot, int64_t row) {
+  const T *weight = (const T *)a.confidence_weight;
+  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + slot * a.hidden_size;
+  float sum = 0.0f;
+  for (int64_t i = lane_id(); i < a.hidden_size; i += kLanes) sum += widen(weight[i]) * widen(hidden[i]);
+  if (a.confidence_reads_tokens) {
+    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    for (int64_t i = lane_id(); i < a.rank; i += kLanes) sum += widen(weight[a.hidden_size + i]) * widen(embedded[i]);
+  }
+  sum = warp_sum(sum);
+  if (lane_id() == 0) a.confidence[row * a.slots + slot] = sum + widen(*(const T *)a.confidence_bias);
+}
+
+// ------------------------------------------------------------------------------------------------ the projection
+
+// Candidates of a lane. It finishes columns `first + lane / 4` and 8 more, for the rows that its products are of.
+template <typename T>
+struct Chooser {
+  const Arguments &a;
+  int64_t slot;
+  float inverse;  // of the temperature; 0: the highest logit
+
+  __device__ Key candidate(int64_t row, int64_t column, float product, uint32_t word) const {
+    const int64_t at = (row * a.slots + slot) * a.vocabulary + column;
+    const T stored = narrow<T>(widen(((const T *)a.base)[at]) + product);
+    if (a.logits) ((T *)a.logits)[at] = stored;
+    float level = widen(stored);
+    if (inverse > 0.0f) level = level * inverse + gumbel(word);
+    return key_of(level, (uint32_t)column);
+  }
+
+  // `products[half]` of columns `column` and `column + 8`. The four words of a counter are for these two columns and
+  // for two rows next to each other.
+  __device__ Key both(int64_t row, int64_t column, const float *products, const Words &noise, Key best) const {
+    if (row >= a.rows) return best;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (column + 8 * half < a.vocabulary) {
+        const uint32_t word = row % 2 ? noise.word[2 * half + 1] : noise.word[2 * half];
+        best = higher(best, candidate(row, column + 8 * half, products[half], word));
+      }
+    }
+    return best;
+  }
+
+  __device__ Words noise(int64_t row, int64_t column) const {
+    if (inverse == 0.0f || row >= a.rows) return Words{{0, 0, 0, 0}};
+    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)slot, (uint32_t)(row / 2), 1u);
+  }
+};
+
+#if !defined(DSPARK_EMULATION)
+// 16 columns of W2 times 8 rows, 16 places of each, added to `sums`. With g = lane / 4 and q = lane % 4: a register
+// holds places 2q and 2q + 1; `w` is for (column g, place + 0), (g + 8, + 0), (g, + 8), (g + 8, + 8); `x` for row g,
+// places + 0 and + 8; `sums` for (column g, row 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+__device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *x, bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+}
+__device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *x, fp16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+}
+#endif
+
+// The columns from `first` on, by tensor cores. Which places meet in one instruction is of no account as long as both
+// factors agree: each lane takes eight places that lie next to each other, 32 in a step of the warp.
+template <typename T, int kTiles>
+struct Projection {
+  static constexpr int kRows = 8 * kTiles, kKeys = 2 * kTiles;
+  static constexpr int kDeep = 4;  // steps whose loads are in flight
+
+  __device__ static int64_t row_of_key(int key) { return 8 * (key / 2) + 2 * (lane_id() % 4) + key % 2; }
+
+  __device__ static void columns(const Chooser<T> &chooser, const T *latents, int64_t first_row, int64_t first, Key *best) {
+    const Arguments &a = chooser.a;
+    const int g = lane_id() / 4, q = lane_id() % 4, pitch = latent_pitch<T>(a.rank);
+    const int64_t last = a.vocabulary - 1, column = first + g;
+    const T *upper = (const T *)a.w2 + (column < last ? column : last) * a.rank;
+    const T *lower = (const T *)a.w2 + (column + 8 < last ? column + 8 : last) * a.rank;
+    float sums[kTiles][4] = {};
+    for (int64_t begin = 0; begin < a.rank; begin += 32 * kDeep) {
+      uint4 w[kDeep][2];
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        w[step][0] = load_vector(upper, begin + 32 * step + 8 * q, a.rank, a.aligned);
+        w[step][1] = load_vector(lower, begin + 32 * step + 8 * q, a.rank, a.aligned);
+      }
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        if (begin + 32 * step >= a.rank) break;
+        const uint32_t early[4] = {w[step][0].x, w[step][1].x, w[step][0].y, w[step][1].y};
+        const uint32_t late[4] = {w[step][0].z, w[step][1].z, w[step][0].w, w[step][1].w};
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint4 x = *(const uint4 *)(latents + (8 * tile + g) * pitch + begin + 32 * step + 8 * q);
+          const uint32_t early_x[2] = {x.x, x.y}, late_x[2] = {x.z, x.w};
+          multiply(sums[tile], early, early_x, T());
+          multiply(sums[tile], late, late_x, T());
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int64_t row = first_row + 8 * tile + 2 * q;
+      const Words noise = chooser.noise(row, column);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float products[2] = {sums[tile][odd], sums[tile][2 + odd]};
+        best[2 * tile + odd] = chooser.both(row + odd, column, products, noise, best[2 * tile + odd]);
+      }
+    }
+  }
+};
+
+// The same in fp32, by ordinary instructions: lanes of one g share two columns, and q shares out their places.
+template <int kTiles>
+struct Projection<float, kTiles> {
+  static constexpr int kRows = kFloatRows, kKeys = 1;
+  static constexpr int kDeep = 4;
+
+  __device__ static int64_t row_of_key(int) { return lane_id() % 4; }
+
+  __device__ static void columns(const Chooser<float> &chooser, const float *latents, int64_t first_row, int64_t first, Key *best) {
+    const Arguments &a = chooser.a;
+    const int g = lane_id() / 4, q = lane_id() % 4, pitch = latent_pitch<float>(a.rank);
+    const int64_t last = a.vocabulary - 1, column = first + g;
+    const float *upper = (const float *)a.w2 + (column < last ? column : last) * a.rank;
+    const float *lower = (const float *)a.w2 + (column + 8 < last ? column + 8 : last) * a.rank;
+    float sums[kFloatRows][2] = {};
+    for (int64_t begin = 0; begin < a.rank; begin += 16 * kDeep) {
+      uint4 w[kDeep][2];
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        w[step][0] = load_vector(upper, begin + 16 * step + 4 * q, a.rank, a.aligned);
+        w[step][1] = load_vector(lower, begin + 16 * step + 4 * q, a.rank, a.aligned);
+      }
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        if (begin + 16 * step >= a.rank) break;
+#pragma unroll
+        for (int row = 0; row < kFloatRows; ++row) {
+          const uint4 x = *(const uint4 *)(latents + row * pitch + begin + 16 * step + 4 * q);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint4 &v = w[step][half];
+            float &sum = sums[row][half];
+            sum = fmaf(from_bits(v.x), from_bits(x.x), sum);
+            sum = fmaf(from_bits(v.y), from_bits(x.y), sum);
+            sum = fmaf(from_bits(v.z), from_bits(x.z), sum);
+            sum = fmaf(from_bits(v.w), from_bits(x.w), sum);
+          }
+        }
+      }
+    }
+    float products[2];
+    reduce(sums, products);
+    const int64_t row = first_row + q;
+    best[0] = chooser.both(row, column, products, chooser.noise(row, column), best[0]);
+  }
+
+  // Sums over the four lanes of a g: lane q ends with those of row q. Half of what is left is given away at a time.
+  __device__ static void reduce(float (*sums)[2], float *products) {
+    const bool high = lane_id() & 2, odd = lane_id() & 1;
+    float two[2][2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float kept = high ? sums[row + 2][half] : sums[row][half];
+        const float given = high ? sums[row][half] : sums[row + 2][half];
+        two[row][half] = kept + __shfl_xor_sync(kAllLanes, given, 2);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float kept = odd ? two[1][half] : two[0][half], given = odd ? two[0][half] : two[1][half];
+      products[half] = kept + __shfl_xor_sync(kAllLanes, given, 1);
+    }
+  }
+};
+
+// The best candidate of the block for each row of the tile goes to the grid's.
+template <typename P>
+__device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row, const Key *best, Key *of_warps) {
+#pragma unroll
+  for (int key = 0; key < P::kKeys; ++key) {
+    Key mine = best[key];
+    for (int offset = 16; offset >= 4; offset /= 2) mine = higher(mine, __shfl_xor_sync(kAllLanes, mine, offset));
+    if (lane_id() < 4) of_warps[warp_id() * P::kRows + P::row_of_key(key)] = mine;
+  }
+  __syncthreads();
+  for (int row = threadIdx.x; row < P::kRows && first_row + row < a.rows; row += blockDim.x) {
+    Key mine = 0;
+    for (int warp = 0; warp < warps_of_block(); ++warp) mine = higher(mine, of_warps[warp * P::kRows + row]);
+    if (mine) atomicMax(key_at(a, first_row + row, slot), mine);
+  }
+  __syncthreads();
+}
+
+// Logits and winners of a slot.
+template <typename T, int kTiles>
+__device__ void project(const Arguments &a, int64_t slot, unsigned char *shared) {
+  typedef Projection<T, kTiles> P;
+  Key *of_warps = (Key *)shared;
+  int64_t *before = (int64_t *)(of_warps + warps_of_block() * P::kRows);
+  T *latents = (T *)(before + P::kRows);
+  const Chooser<T> chooser = {a, slot, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
+  const int64_t units = (a.vocabulary + kColumns - 1) / kColumns;
+  const int64_t mine = (int64_t)blockIdx.x * warps_of_block() + warp_id(), step = (int64_t)gridDim.x * warps_of_block();
+  if (a.confidence_weight && warp_id() == warps_of_block() - 1) {
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) confide<T>(a, slot, row);
+  }
+  int64_t tile = 0;
+  for (int64_t first_row = 0; first_row < a.rows; first_row += P::kRows, ++tile) {
+    load_latents<T>(a, slot, first_row, P::kRows, latents, before);
+    Key best[P::kKeys] = {};
+    for (int64_t unit = mine; unit < units; unit += step) {
+      const int64_t place = (slot + tile) % 2 ? units - 1 - unit : unit;
+      P::columns(chooser, latents, first_row, place * kColumns, best);
+    }
+    publish_best<P>(a, slot, first_row, best, of_warps);
+  }
+}
+
+__device__ inline int phases_of_slot(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
+
+// One phase of the block: the last one writes down the tokens.
+template <typename T, int kTiles>
+__device__ void phase(const Arguments &a, int64_t number, unsigned char *shared) {
+  const int64_t slot = number / phases_of_slot(a);
+  if (slot == a.slots) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.slots; i += (int64_t)gridDim.x * blockDim.x) {
+      const int64_t column = column_of(load_now((Key *)a.scratch + 1 + i));
+      a.columns[i] = column;
+      a.tokens[i] = token_of(a, column);
+    }
+  } else if (a.kind != kVanilla && number % 2 == 0) {
+    const int64_t warps = (int64_t)gridDim.x * warps_of_block();
+    for (int64_t place = (int64_t)blockIdx.x * warps_of_block() + warp_id(); place < a.rank; place += warps) {
+      mix<T>(a, slot, place);
+    }
+  } else {
+    project<T, kTiles>(a, slot, shared);
+  }
+}
+
+// Phases from `first` to before `last`: all of them in a cooperative launch, or one.
+template <typename T, int kTiles>
+__device__ void phases(const Arguments &a, int32_t first, int32_t last) {
+  DSPARK_SHARED(shared);
+  for (int32_t number = first; number < last; ++number) {
+    if (number > first) grid_barrier(counter_of(a), gridDim.x * (uint32_t)(number - first));
+    phase<T, kTiles>(a, number, shared);
+  }
+}
+
+}  // namespace dspark
+
+#define DSPARK_HEAD(dtype, tiles)                                                                     \
+  extern "C" __global__ void __launch_bounds__(256, tiles > 2 ? 1 : 2)                                \
+      dspark_head_##dtype##_##tiles(const DsparkHeadArguments arguments, int32_t first, int32_t last) { \
+    dspark::phases<dspark::dtype, tiles>(arguments, first, last);                                     \
+  }
+#define DSPARK_HEAD_OF(dtype, tiles) DSPARK_HEAD(dtype, tiles)
+namespace dspark {
+typedef float fp32;
+}
+
+#ifdef DSPARK_ONLY_DTYPE  // one kernel is compiled where it is needed, as by NVRTC
+DSPARK_HEAD_OF(DSPARK_ONLY_DTYPE, DSPARK_ONLY_TILES)
+#else
+DSPARK_HEAD(fp32, 1)
+DSPARK_HEAD(bf16, 1)
+DSPARK_HEAD(bf16, 2)
+DSPARK_HEAD(bf16, 8)
+DSPARK_HEAD(fp16, 1)
+DSPARK_HEAD(fp16, 2)
+DSPARK_HEAD(fp16, 8)
+#endif
+
+// ---------------------------------------------------------------------------------- the host's side, built by nvcc
+
+#if !defined(DSPARK_EMULATION) && !defined(__CUDACC_RTC__)
+namespace {
+
+const void *kernel_of(int32_t dtype, int32_t tiles) {
+  if (dtype == 0) return (const void *)dspark_head_fp32_1;
+  if (dtype == 1) return (const void *)(tiles == 1 ? dspark_head_bf16_1 : tiles == 2 ? dspark_head_bf16_2 : dspark_head_bf16_8);
+  return (const void *)(tiles == 1 ? dspark_head_fp16_1 : tiles == 2 ? dspark_head_fp16_2 : dspark_head_fp16_8);
+}
+
+}  // namespace
+
+// All of them return an error of CUDA, 0 if there is none, and act on the device that is current.
+extern "C" int dspark_head_occupancy(int32_t dtype, int32_t tiles, int32_t threads, int32_t shared_bytes, int32_t *blocks) {
+  const void *kernel = kernel_of(dtype, tiles);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, shared_bytes);
+}
+
+// Several phases are a cooperative launch: `blocks` must all fit on the device.
+extern "C" int dspark_head_launch(int32_t dtype, int32_t tiles, const DsparkHeadArguments *arguments, int32_t first,
+                                  int32_t last, int32_t blocks, int32_t threads, int32_t shared_bytes, void *stream) {
+  void *parameters[] = {(void *)arguments, &first, &last};
+  const void *kernel = kernel_of(dtype, tiles);
+  const dim3 grid(blocks), block(threads);
+  const cudaStream_t queue = (cudaStream_t)stream;
+  if (last - first > 1) return cudaLaunchCooperativeKernel(kernel, grid, block, parameters, shared_bytes, queue);
+  return cudaLaunchKernel(kernel, grid, block, parameters, shared_bytes, queue);
+}
+
+extern "C" const char *dspark_head_error(int error) { return cudaGetErrorString((cudaError_t)error); }
+#endif
+'''  # noqa: Q001
+
+__all__ = ["HEAD_CPU", "HEAD_CUDA"]

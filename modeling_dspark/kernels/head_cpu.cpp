@@ -22,21 +22,24 @@
 #include <omp.h>
 #endif
 
-// Mirrored by `Arguments` in fused_head_dspark.py. All arrays are contiguous, except for the strides given in elements.
+// Mirrored by `HeadArguments` in fused_launch_dspark.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
   int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
   int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t mixer_row_stride;   // of `mixer_weight`
   const void *base;           // [rows, slots, vocabulary]
   const void *hidden;         // [rows, slots, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
-  const void *mixer_weight, *mixer_bias;            // gated [rank, hidden + rank]; rnn [3 rank, 2 rank + hidden]
-  const void *confidence_weight, *confidence_bias;  // [hidden (+ rank)] and [1], or null
+  const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
+  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
   void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
   int64_t *columns, *tokens;                        // [rows, slots]
   float *confidence;                                // [rows, slots]
+  void *scratch;                                    // of the GPU; not used here
   double temperature;                               // 0: the highest logit
   uint64_t seed;
   int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
@@ -44,6 +47,7 @@ struct DsparkHeadArguments {
   int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
   int32_t isa;                      // -1: the best there is
   int32_t threads;
+  int32_t aligned;  // of the GPU; not used here
 };
 
 namespace {
@@ -120,12 +124,14 @@ struct Workspace {
         highest(a.rows),
         best_value(threads * a.rows * kLanes),
         rounded(a.rows * padded_rank),
+        ending(kLanes * a.rank),
         best_column(threads * a.rows * kLanes),
         sums(a.rows * blocks) {}
 
   const int64_t tiles, blocks, mixer_size, padded_rank, threads;
   std::vector<float> previous, state, mixed, latent, highest, best_value;
   std::vector<uint32_t> rounded;  // the latent in the dtype of the weights
+  std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
   std::vector<int32_t> best_column;
   std::vector<double> sums;
 };
@@ -286,14 +292,14 @@ inline floats transpose_sums(const floats *sums) {
          __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 }
 
-template <typename T>
-inline float dot(const T *weights, const float *values, int64_t size) {
+template <typename A, typename B>
+inline float dot(const A *weights, const B *values, int64_t size) {
   floats sum{};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) sum += load(weights + i) * load(values + i);
   float total = 0;
   for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-  for (; i < size; ++i) total += widen(weights[i]) * values[i];
+  for (; i < size; ++i) total += widen(weights[i]) * widen(values[i]);
   return total;
 }
 
@@ -332,8 +338,12 @@ class Head {
         highest(workspace.highest.data()),
         best_value(workspace.best_value.data()),
         rounded(reinterpret_cast<T *>(workspace.rounded.data())),
+        ending(reinterpret_cast<T *>(workspace.ending.data())),
         best_column(workspace.best_column.data()),
-        sums(workspace.sums.data()) {}
+        sums(workspace.sums.data()) {
+    const int64_t begin = a.vocabulary / kLanes * kLanes;
+    for (int64_t i = 0; i < (a.vocabulary - begin) * a.rank; ++i) ending[i] = w2[begin * a.rank + i];
+  }
 
   void run() {
 #ifdef _OPENMP
@@ -391,29 +401,19 @@ class Head {
     for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
     if (!a.confidence_weight) return;
     const T *weight = static_cast<const T *>(a.confidence_weight);
-    const T *hidden = hidden_of(row, slot);
-    float sum = widen(*static_cast<const T *>(a.confidence_bias));
-    for (int64_t i = 0; i < a.hidden_size; ++i) sum += widen(weight[i]) * widen(hidden[i]);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, slot), a.hidden_size);
     if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
     a.confidence[row * a.slots + slot] = sum;
   }
 
   // One output of the gate's or the recurrent cell's linear layer, for all rows.
   void mix(int64_t unit, int64_t slot) {
-    const int64_t width = a.hidden_size + (a.kind == kRnn ? 2 : 1) * a.rank;
-    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * width;
-    const float bias = widen(static_cast<const T *>(a.mixer_bias)[unit]);
+    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * a.mixer_row_stride;
+    const T *of_previous = a.kind == kRnn ? weight + a.rank : weight;
     for (int64_t row = 0; row < a.rows; ++row) {
-      const T *hidden = hidden_of(row, slot);
-      const T *of_hidden = a.kind == kRnn ? weight + 2 * a.rank : weight;             // [state, previous, hidden]
-      const T *of_previous = a.kind == kRnn ? weight + a.rank : weight + a.hidden_size;  // [hidden, previous]
-      float sum = bias + dot(of_previous, &previous[row * a.rank], a.rank);
+      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.slots + slot) * mixer_size;
+      float sum = widen(of_hidden[unit]) + dot(of_previous, &previous[row * a.rank], a.rank);
       if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
-      floats parts{};
-      int64_t i = 0;
-      for (; i + kLanes <= a.hidden_size; i += kLanes) parts += load(of_hidden + i) * load(hidden + i);
-      for (int lane = 0; lane < kLanes; ++lane) sum += parts[lane];
-      for (; i < a.hidden_size; ++i) sum += widen(of_hidden[i]) * widen(hidden[i]);
       mixed[row * mixer_size + unit] = sum;
     }
   }
@@ -456,41 +456,59 @@ class Head {
   void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
     constexpr int kColumns = kLanes / kRows;
     const int64_t first = tile * kLanes, count = least(kLanes, a.vocabulary - first);
+    const T *weights = count < kLanes ? ending : w2 + first * a.rank;
     alignas(64) float products[kRows][kLanes];
     for (int pass = 0; pass < kRows; ++pass) {
-      const int64_t column = first + pass * kColumns;
       floats sums[kLanes];
-      multiply<kRows>(column, row, sums);
+      multiply<kRows>(weights + pass * kColumns * a.rank, row, sums);
       const floats reduced = transpose_sums(sums);
       for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
     }
     for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
   }
 
-  // `sums[r * kColumns + c]` holds, spread over its lanes, the product of column `column + c` and row `row + r`.
+  // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
+  // Few columns at a time keep the reading close to sequential, which is what fetches from memory early.
   template <int kRows>
-  void multiply(int64_t column, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows;
-    for (int i = 0; i < kLanes; ++i) sums[i] = floats{};
-    for (int c = 0; c < kColumns; ++c) {
-      const T *weights = w2 + least(column + c, a.vocabulary - 1) * a.rank;
-      accumulate<kRows>(weights, row, sums + c);
+  void multiply(const T *weights, int64_t row, floats *sums) const {
+    constexpr int kColumns = kLanes / kRows, kGroup = 4;
+    for (int group = 0; group < kColumns; group += kGroup) {
+      multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
     }
   }
 
-  // Adds the products of one column of W2 with `kRows` latents to `sums[0], sums[kColumns], ...`.
-  template <int kRows>
-  void accumulate(const T *weights, int64_t row, floats *sums) const {
+  // The same of `kGroup` columns.
+  template <int kRows, int kGroup>
+  void multiply_group(const T *weights, int64_t row, floats *sums) const {
     constexpr int kColumns = kLanes / kRows;
+    const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
+    floats parts[kRows][kGroup] = {};
     int64_t i = 0;
     for (; i + kLanes <= a.rank; i += kLanes) {
-      __builtin_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead);
-      const floats w = load(weights + i);
-      for (int r = 0; r < kRows; ++r) sums[r * kColumns] += w * load(&latent[(row + r) * padded_rank + i]);
+      floats values[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) values[r] = load(&latent[(row + r) * padded_rank + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kGroup; ++c) {
+        ahead = prefetch(ahead, kLanes * sizeof(T));
+        const floats w = load(weights + c * a.rank + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) parts[r][c] += w * values[r];
+      }
     }
-    for (; i < a.rank; ++i) {
-      for (int r = 0; r < kRows; ++r) sums[r * kColumns][0] += widen(weights[i]) * latent[(row + r) * padded_rank + i];
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kGroup; ++c) {
+        floats &sum = sums[r * kColumns + c];
+        sum = parts[r][c];
+        for (int64_t k = i; k < a.rank; ++k) sum[0] += widen(weights[c * a.rank + k]) * latent[(row + r) * padded_rank + k];
+      }
     }
+  }
+
+  // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
+  static const char *prefetch(const char *place, int64_t bytes) {
+    __builtin_prefetch(place, 0, 2);
+    return place + bytes;
   }
 
   void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
@@ -602,12 +620,12 @@ class Head {
     a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
   }
 
-  static constexpr int64_t kAhead = 4096;  // bytes of W2 to ask memory for in advance
+  static constexpr int64_t kAhead = 16384;  // bytes of W2 to ask memory for in advance
   const Arguments &a;
   const T *base, *w1, *w2;
   const int64_t tiles, blocks, mixer_size, padded_rank, threads;
   float *previous, *state, *mixed, *latent, *highest, *best_value;
-  T *rounded;
+  T *rounded, *ending;
   int32_t *best_column;
   double *sums;
 };
@@ -615,17 +633,26 @@ class Head {
 #ifdef DSPARK_DOT_BF16
 // Pairs of bf16 products are summed by one instruction.
 template <>
-template <int kRows>
-void Head<bf16>::accumulate(const bf16 *weights, int64_t row, floats *sums) const {
+template <int kRows, int kGroup>
+void Head<bf16>::multiply_group(const bf16 *weights, int64_t row, floats *sums) const {
   constexpr int kColumns = kLanes / kRows;
+  const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
+  floats parts[kRows][kGroup] = {};
   for (int64_t i = 0; i < a.rank; i += 2 * kLanes) {
-    _mm_prefetch(reinterpret_cast<const char *>(weights + i) + kAhead, _MM_HINT_T0);
     const __mmask32 inside = a.rank - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (a.rank - i)) - 1;
-    const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + i);
-    for (int r = 0; r < kRows; ++r) {
-      const __m512bh values = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
-      sums[r * kColumns] = (floats)_mm512_dpbf16_ps((__m512)sums[r * kColumns], w, values);
+    __m512bh values[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) values[r] = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; ++c) {
+      ahead = prefetch(ahead, 64);
+      const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + c * a.rank + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) parts[r][c] = (floats)_mm512_dpbf16_ps((__m512)parts[r][c], w, values[r]);
     }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kGroup; ++c) sums[r * kColumns + c] = parts[r][c];
   }
 }
 #endif

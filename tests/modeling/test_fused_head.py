@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import torch
 from scipy import stats
 from transformers.utils import logging
 
-from modeling_dspark import drafting_dspark, fused_build_dspark, fused_head_dspark
+from modeling_dspark import drafting_dspark, fused_backends_dspark, fused_build_dspark
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.drafting_dspark import propose
-from modeling_dspark.fused_head_dspark import BlockTokens, fusable_heads, fused_block, philox_uniform
-from modeling_dspark.fused_sources_dspark import HEAD_CPU
+from modeling_dspark.fused_backends_dspark import CpuBackend
+from modeling_dspark.fused_head_dspark import BlockTokens, fusable_heads, fused_block
+from modeling_dspark.fused_launch_dspark import LaunchError
+from modeling_dspark.fused_reference_dspark import philox_uniform
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -39,7 +42,7 @@ SHAPES = [
 @pytest.fixture(scope="module")
 def library():
     try:
-        return fused_build_dspark.load_library("dspark_head", HEAD_CPU)
+        return CpuBackend()
     except fused_build_dspark.BuildError as error:
         pytest.skip(str(error))
 
@@ -117,18 +120,15 @@ def first_of_the_highest(logits):
 
 def run(library, heads, inputs, *, isa=-1, temperature=0.0, seed=0, keep_logits=True):
     names = ("base_logits", "hidden", "anchors")
-    return BlockTokens(
-        *fused_head_dspark._on_cpu(
-            library, **dict(zip(names, inputs, strict=True)), **heads,
-            temperature=temperature, seed=seed, keep_logits=keep_logits, isa=isa,
-        )
-    )  # fmt: skip
+    backend = library if isa < 0 else CpuBackend(isa)
+    call = {"temperature": temperature, "seed": seed, "keep_logits": keep_logits}
+    return BlockTokens(*backend(**dict(zip(names, inputs, strict=True)), **heads, **call))
 
 
 @pytest.fixture(params=["generic", "avx2", "avx512", "avx512bf16"])
 def isa(request, library):
     number = ["generic", "avx2", "avx512", "avx512bf16"].index(request.param)
-    if number > library.dspark_head_best_isa():
+    if number > library.best_isa:
         pytest.skip(f"this machine has no {request.param}")
     return number
 
@@ -215,7 +215,7 @@ class TestArithmetic:
 
     def test_an_instruction_set_that_is_not_there_is_refused(self, library):
         heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
-        with pytest.raises(ValueError, match="instruction set 9"):
+        with pytest.raises(LaunchError, match="instruction set 9"):
             run(library, heads, inputs, isa=9)
 
 
@@ -306,7 +306,7 @@ class TestOperation:
     def test_a_wrong_choice_is_named(self, monkeypatch):
         monkeypatch.setenv("DSPARK_FUSED_HEAD", "gpu")
         heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
-        with pytest.raises(ValueError, match=r"DSPARK_FUSED_HEAD.*'auto', 'cpu', 'torch'.*'gpu'"):
+        with pytest.raises(ValueError, match=r"DSPARK_FUSED_HEAD.*'auto', 'cpu', 'cuda', 'nvrtc', 'torch'.*'gpu'"):
             fused_block(heads, *inputs)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -429,15 +429,17 @@ class TestBuilding:
 
 
 def test_sources_are_those_of_the_files():
-    assert (ROOT / "modeling_dspark" / "kernels" / "head_cpu.cpp").read_text() == HEAD_CPU
+    write_sources = runpy.run_path(str(ROOT / "modeling_dspark" / "kernels" / "write_sources.py"))
+    assert (ROOT / "modeling_dspark" / "fused_sources_dspark.py").read_text() == write_sources["module_text"]()
 
 
 def test_a_failed_build_is_said_once(monkeypatch, caplog):
     def fail(*_):
         raise fused_build_dspark.BuildError("no compiler")
 
-    logging.get_logger("modeling_dspark.fused_head_dspark").warning_once.cache_clear()
-    monkeypatch.setattr(fused_head_dspark, "load_library", fail)
+    logging.get_logger("modeling_dspark.fused_backends_dspark").warning_once.cache_clear()
+    monkeypatch.setattr(fused_backends_dspark, "load_library", fail)
+    monkeypatch.setattr(fused_backends_dspark, "_made", {})
     heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
     for _ in range(2):
         check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))

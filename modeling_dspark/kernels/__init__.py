@@ -1,1 +1,0 @@
-"""The originals of the C++ sources."""
