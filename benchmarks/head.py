@@ -1,10 +1,12 @@
 """Time the sequential head of a block: the fused operation against PyTorch's, and against reading `W2` once a slot.
 
     python -m benchmarks.head --threads 1
-    python -m benchmarks.head --vocabulary 49152 --rows 1 4 16 --dtype bfloat16
+    python -m benchmarks.head --device cuda
+    python -m benchmarks.head --vocabulary 49152 --rows 1 4 16 --dtype bfloat16 --kinds vanilla rnn
 
 Weights are random; what is measured does not depend on them. All ways take turns, and the fastest turn of each counts.
-The floor is the time in which PyTorch sums up a tensor of the size of `W2`, for every slot.
+On a GPU a turn is ten blocks between two events. The fused head and the floor are queued behind a pause, so that the time
+to queue them is not in it; PyTorch's operations are timed as they are queued, which is how a drafter runs them.
 """
 
 import argparse
@@ -25,30 +27,47 @@ from benchmarks.report import markdown_table, write_json
 
 
 HERE = Path(__file__).parent
+CASES = {
+    "cpu": {"vocabulary": [49152, 151936], "rows": [1, 4], "dtype": ["bfloat16", "float32"]},
+    "cuda": {"vocabulary": [49152, 151936, 262144], "rows": [1, 4, 16, 64], "dtype": ["bfloat16"]},
+}
 DEFINITIONS = {
     "torch_ms": "fastest block with the drafter's `head_step`, slot by slot",
+    "compiled_ms": "fastest block with the operation's PyTorch form under torch.compile",
     "fused_ms": "fastest block with `dspark::sequential_head`",
-    "floor_ms": "slots times the fastest sum over a tensor of the size of W2",
+    "stepwise_ms": "fastest block with the same kernel in one launch a phase",
+    "floor_ms": "slots times the fastest reading (a sum) of a tensor of the size of W2",
     "ratio": "torch_ms / fused_ms",
     "of_floor": "floor_ms / fused_ms: the share of the streaming bandwidth that the fused head reaches",
 }
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """The command line. What is not given depends on the device."""
     parser = argparse.ArgumentParser("python -m benchmarks.head", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="its code is run; a folder or a Hub id")
-    parser.add_argument("--vocabulary", type=positive_int, nargs="+", default=[49152, 151936], metavar="V")
-    parser.add_argument("--rows", type=positive_int, nargs="+", default=[1, 4], metavar="R")
+    parser.add_argument("--device", default="cpu", choices=tuple(CASES))
+    parser.add_argument("--vocabulary", type=positive_int, nargs="+", metavar="V")
+    parser.add_argument("--rows", type=positive_int, nargs="+", metavar="R")
     parser.add_argument("--rank", type=positive_int, default=256)
     parser.add_argument("--slots", type=positive_int, default=7, metavar="K")
     parser.add_argument("--kinds", nargs="+", default=["vanilla"], choices=("vanilla", "gated", "rnn"))
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=DTYPES)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="0: the highest logit")
+    parser.add_argument(
+        "--compiled", action="store_true", help="time PyTorch under torch.compile, too; on a GPU always"
+    )
     parser.add_argument("--repeats", type=positive_int, default=15, help="turns of every way")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--output", default=str(HERE / "results" / "head.json"), help="the JSON file")
-    return parser.parse_args(argv)
+    parser.add_argument("--output", help="the JSON file (default: results/head.json, or head_cuda.json)")
+    options = parser.parse_args(argv)
+    for name, value in CASES[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    on_gpu = options.device == "cuda"
+    options.compiled = options.compiled or on_gpu
+    options.output = options.output or str(HERE / "results" / ("head_cuda.json" if on_gpu else "head.json"))
+    return options
 
 
 def random_drafter(like: Any, *, vocabulary: int, rank: int, slots: int, kind: str, dtype: torch.dtype) -> Any:
@@ -64,45 +83,88 @@ def random_drafter(like: Any, *, vocabulary: int, rank: int, slots: int, kind: s
     return drafter
 
 
-def ways(drafter: Any, *, rows: int, slots: int, temperature: float) -> dict[str, Callable[[], Any]]:
+Way = Callable[[], Any]
+
+
+def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: bool) -> dict[str, Way]:
     """What takes turns."""
     drafting, fused = code_of(drafter, "drafting_dspark"), code_of(drafter, "fused_head_dspark")
     weight = drafter.markov_head.markov_w2.weight
-    base_logits = torch.randn(rows, slots, len(weight)).to(weight.dtype)
-    hidden = torch.randn(rows, slots, drafter.config.hidden_size).to(weight.dtype)
-    anchors = torch.randint(len(weight), (rows,))
+    place = {"dtype": weight.dtype, "device": weight.device}
+    base_logits = torch.randn(rows, slots, len(weight), **place)
+    hidden = torch.randn(rows, slots, drafter.config.hidden_size, **place)
+    anchors = torch.randint(len(weight), (rows,), device=weight.device)
     heads = fused.fusable_heads(drafter, base_logits)
     if heads is None:
         raise ValueError("The fused head is not available here; see the warning above.")
+    call = {"temperature": temperature, "seed": 1, "keep_logits": bool(temperature)}
 
     def draw(logits: torch.Tensor, _: Any) -> torch.Tensor:
         return logits.float() / temperature
 
     def torch_way() -> Any:
-        processor = draw if temperature else None
         return drafting._slot_by_slot(
-            drafter, hidden, base_logits, anchors, processor, do_sample=bool(temperature), generator=None
-        )
+            drafter, hidden, base_logits, anchors, draw if temperature else None,
+            do_sample=bool(temperature), generator=None,
+        )  # fmt: skip
 
     def fused_way() -> Any:
-        call = {"temperature": temperature, "seed": 1, "keep_logits": bool(temperature)}
         return fused.fused_block(heads, base_logits, hidden, anchors, **call)
 
     memory = weight.detach().view(torch.float32) if weight.shape[1] % 2 == 0 else weight.detach()
-    return {"torch": torch_way, "fused": fused_way, "floor": lambda: [memory.sum() for _ in range(slots)]}
+    found: dict[str, Way] = {
+        "torch": torch_way,
+        "fused": fused_way,
+        "floor": lambda: [memory.sum() for _ in range(slots)],
+    }
+    if compiled:
+        head = torch.compile(code_of(drafter, "fused_reference_dspark").head_in_torch, dynamic=False)
+        inputs = {"base_logits": base_logits, "hidden": hidden, "anchors": anchors}
+        found["compiled"] = lambda: head(**inputs, **heads, **call)
+    if weight.device.type == "cuda":
+        found["stepwise"] = _captured(fused_way)
+    return found
+
+
+def _captured(way: Way) -> Way:
+    """A graph of what a way queues; a block is then a launch a phase."""
+    way()  # what is built on first use
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        way()
+    return graph.replay
 
 
 @torch.no_grad()
-def fastest(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def fastest(candidates: dict[str, Way], repeats: int, *, on_gpu: bool) -> dict[str, float]:
     """Milliseconds of the fastest turn of each."""
     best = dict.fromkeys(candidates, float("inf"))
-    for repeat in range(repeats + 1):  # the first one prepares kernels
+    for repeat in range(repeats + 2):  # the first two prepare kernels
         for name, way in candidates.items():
-            begun = time.perf_counter()
-            way()
-            if repeat:
-                best[name] = min(best[name], 1000 * (time.perf_counter() - begun))
+            passed = _gpu_milliseconds(way, pause=name not in ("torch", "compiled")) if on_gpu else _milliseconds(way)
+            if repeat > 1:
+                best[name] = min(best[name], passed)
     return best
+
+
+def _milliseconds(way: Way) -> float:
+    begun = time.perf_counter()
+    way()
+    return 1000 * (time.perf_counter() - begun)
+
+
+def _gpu_milliseconds(way: Way, *, pause: bool, blocks: int = 10) -> float:
+    """Of one of several blocks in a row."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if pause:
+        torch.cuda._sleep(20_000_000)  # cycles, some 10 ms
+    start.record()
+    for _ in range(blocks):
+        way()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / blocks
 
 
 def measure(like: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -114,17 +176,17 @@ def measure(like: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     for vocabulary, dtype, kind, rows, temperature in tqdm(cases, desc="Cases"):
         torch.manual_seed(0)
         sizes = {"vocabulary": vocabulary, "rank": options.rank, "slots": options.slots, "kind": kind}
-        drafter = random_drafter(like, **sizes, dtype=getattr(torch, dtype))
-        best = fastest(
-            ways(drafter, rows=rows, slots=options.slots, temperature=temperature), options.repeats
-        )
+        drafter = random_drafter(like, **sizes, dtype=getattr(torch, dtype)).to(options.device)
+        case = {"rows": rows, "slots": options.slots, "temperature": temperature}
+        candidates = ways(drafter, **case, compiled=options.compiled)
+        best = fastest(candidates, options.repeats, on_gpu=options.device == "cuda")
         results.append(
             {
                 **sizes,
                 "dtype": dtype,
                 "rows": rows,
                 "temperature": temperature,
-                **{f"{name}_ms": round(value, 3) for name, value in best.items()},
+                **{f"{name}_ms": round(value, 4) for name, value in best.items()},
                 "ratio": round(best["torch"] / best["fused"], 3),
                 "of_floor": round(best["floor"] / best["fused"], 3),
             }
@@ -136,14 +198,20 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
     from transformers import AutoModel
 
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device, and PyTorch sees none.")
     if options.threads:
         torch.set_num_threads(options.threads)
     like = AutoModel.from_pretrained(options.drafter, trust_remote_code=True)
-    results = measure(like, options)
-    names = ("vocabulary", "dtype", "kind", "rows", "temperature", "torch_ms", "fused_ms", "ratio", "of_floor")
-    print(markdown_table(names, [[result[name] for name in names] for result in results]))
     facts = environment(", ".join(options.dtype))
-    path = write_json(options.output, {"environment": facts, "definitions": DEFINITIONS, "results": results})
+    if options.device == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    results = measure(like, options)
+    sizes = ["vocabulary", "dtype", "kind", "rows", "temperature"]
+    names = sizes + [name for name in DEFINITIONS if name in results[0]]
+    print(markdown_table(names, [[result[name] for name in names] for result in results]))
+    definitions = {name: text for name, text in DEFINITIONS.items() if name in names}
+    path = write_json(options.output, {"environment": facts, "definitions": definitions, "results": results})
     print(f"written to {path}")
 
 

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from .cache_dspark import DSparkCache
 from .drafting_dspark import LogitsProcessor, propose
+from .processing_dspark import RowProcessors
 from .scheduling_dspark import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
 from .statistics_dspark import RunStatistics
 from .target_dspark import hidden_states_argument, tapped_features
@@ -58,6 +59,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         lengths = [item.max_length for item in stopping_criteria or () if isinstance(item, MaxLengthCriteria)]
         self._max_length = min([generation_config.max_length, *lengths])
         self._logits_processor = logits_processor or None
+        self._temperature = RowProcessors(logits_processor, batch_size=1).temperature
         self._content_criteria = [
             criterion
             for criterion in stopping_criteria or ()
@@ -99,6 +101,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             num_tokens=cap,
             do_sample=self._do_sample,
             logits_processor=self._processed(input_ids),
+            temperature=self._temperature,
         )
         confidence = [[1.0] * cap]
         if self.schedule.needs_confidence:

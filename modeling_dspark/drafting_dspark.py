@@ -150,25 +150,41 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     # One matrix, since a linear layer over a slice of three dimensions copies its weight for each row.
     base_logits = binding.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
     anchors = anchor_tokens.to(hidden.device)
-    temperature = 1.0 if logits_processor is None else temperature
-    heads = None if temperature is None else fusable_heads(drafter, base_logits)
-    if heads is not None:
-        made = fused_block(
-            heads,
-            base_logits,
-            hidden,
-            anchors,
-            temperature=temperature if do_sample else 0.0,
-            seed=_seed(generator) if do_sample else 0,
-            keep_logits=do_sample,
-        )
-        logits = made.logits.float() / temperature if do_sample else None
-        return _proposal(drafter, hidden, base_logits, made._replace(logits=logits))
+    level = 1.0 if logits_processor is None else temperature
+    heads = None if level is None else fusable_heads(drafter, base_logits)
+    if heads is not None and level is not None:
+        level = level if do_sample else 0.0
+        made = _at_once(drafter, heads, hidden, base_logits, anchors, temperature=level, generator=generator)
+        return _proposal(drafter, hidden, base_logits, made)
     processor = None
     if logits_processor is not None or do_sample:
         processor = partial(_processed, drafter, logits_processor=logits_processor, in_full=not treats_tokens_alike)
     made = _slot_by_slot(drafter, hidden, base_logits, anchors, processor, do_sample=do_sample, generator=generator)
     return _proposal(drafter, hidden, base_logits, made)
+
+
+def _at_once(
+    drafter: Any,
+    heads: dict[str, Any],
+    hidden: torch.Tensor,
+    base_logits: torch.Tensor,
+    anchors: torch.Tensor,
+    *,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> BlockTokens:
+    """The heads as one operation. The logits, kept for draws, are divided by the temperature and in fp32."""
+    if temperature == 0.0:
+        return fused_block(heads, base_logits, hidden, anchors)
+    seed = _seed(generator)
+    made = fused_block(heads, base_logits, hidden, anchors, temperature=temperature, seed=seed, keep_logits=True)
+    logits = made.logits.float().div_(temperature)  # type: ignore[union-attr]  # it was asked for
+    unusable = ~logits.amax(dim=-1).isfinite()
+    if not unusable.any():
+        return made._replace(logits=logits)
+    logits[unusable] = _certain(logits[unusable])
+    columns = made.columns.masked_fill(unusable, 0)
+    return made._replace(columns=columns, tokens=drafter.to_target_ids(columns), logits=logits)
 
 
 def _slot_by_slot(
@@ -240,9 +256,14 @@ def _processed(
     processed = processed.float()  # what is drawn from is what is verified with
     unusable = torch.isnan(processed) | torch.isposinf(processed)
     empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
-    certain = torch.full_like(processed, -torch.inf)
+    return torch.where(empty, _certain(processed), processed)
+
+
+def _certain(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of the same shape `[P, Vd]` of which nothing but the first is drawn."""
+    certain = torch.full_like(logits, -torch.inf)
     certain[:, 0] = 0.0
-    return torch.where(empty, certain, processed)
+    return certain
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

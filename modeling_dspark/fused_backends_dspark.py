@@ -68,7 +68,9 @@ class CpuBackend:
         if refusal == 1:
             raise LaunchError(f"instruction set {self._isa} is not of this machine, whose best is {self.best_isa}")
         if refusal == 2:
-            raise ValueError(f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {arguments['anchors']}.")
+            raise ValueError(
+                f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {arguments['anchors']}."
+            )
         columns, tokens, logits, confidence = outputs
         return columns, tokens, logits if keep_logits else base_logits.new_empty(0), confidence
 
@@ -87,7 +89,7 @@ class GpuBackend:
         properties = torch.cuda.get_device_properties(device)
         self._sizes = {
             "num_multiprocessors": properties.multi_processor_count,
-            "max_shared_bytes": properties.shared_memory_per_block_optin,
+            "max_shared_bytes": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),  # of every GPU
         }
         self._stepwise = False
 
@@ -129,7 +131,7 @@ def pack(
     kind: str,
     temperature: float,
     seed: int,
-    keep_logits: bool,
+    keep_logits: bool,  # noqa: ARG001  `with_logits` says what is written
     with_logits: bool,
 ) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
     """Arguments for a kernel, what it writes to, and the tensors whose addresses it has, those of `w1` first."""

@@ -21,7 +21,6 @@ from .fused_backends_dspark import backend_for, give_up, serves
 from .fused_build_dspark import BuildError
 from .fused_launch_dspark import LaunchError
 from .fused_reference_dspark import Outputs, empty_outputs, head_in_torch
-from .heads_dspark import ConfidenceHead, MarkovHead
 
 
 logger = logging.get_logger(__name__)
@@ -80,12 +79,11 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
 
 def _is_plain(head: nn.Module) -> bool:
     """Whether nothing happens in a head but what its weights say."""
-    plain = (MarkovHead, ConfidenceHead, nn.Linear, nn.Embedding)
     return all(
-        type(module) in plain
+        (type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in ("MarkovHead", "ConfidenceHead"))
         and not module._forward_hooks
         and not module._forward_pre_hooks
-        and "forward" not in vars(module)
+        and "forward" not in vars(module)  # as of accelerate's hooks
         for module in head.modules()
     )
 
@@ -144,15 +142,14 @@ def _run(
     return head_in_torch(**arguments)
 
 
-def _fake(base_logits, hidden, anchors, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias,
-          draft_to_target, kind, temperature, seed, keep_logits) -> Outputs:  # fmt: skip
-    return empty_outputs(base_logits, confidence_weight, with_logits=keep_logits)
+def _fake(*arguments: Any) -> Outputs:
+    return empty_outputs(arguments[0], arguments[7], with_logits=arguments[-1])  # confidence_weight and keep_logits
 
 
 def _registered() -> Callable[..., Outputs]:
     """The operation. A copy of this code that was loaded before has registered it, perhaps with other arguments."""
     name, schema = "dspark::sequential_head", torch.library.infer_schema(_run, mutates_args=())
-    there = getattr(getattr(torch.ops, "dspark"), "sequential_head", None)
+    there = getattr(torch.ops.dspark, "sequential_head", None)
     if there is not None:
         if str(there.default._schema) == name + schema:
             return there

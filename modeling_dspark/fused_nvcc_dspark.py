@@ -89,6 +89,7 @@ class NvccKernels(CompiledKernels):
 
     def _check(self, error: int, dtype: int, tiles: int) -> None:
         if error:
+            self._library.cudaGetLastError()  # forgets it, or torch would take it for one of its own next kernel
             text = self._library.dspark_head_error(error).decode()
             raise LaunchError(f"{kernel_name(dtype, tiles)}: {text} (CUDA error {error})")
 

@@ -55,9 +55,7 @@ def head_in_torch(
     )
 
 
-def empty_outputs(
-    base_logits: torch.Tensor, confidence_weight: torch.Tensor | None, *, with_logits: bool
-) -> Outputs:
+def empty_outputs(base_logits: torch.Tensor, confidence_weight: torch.Tensor | None, *, with_logits: bool) -> Outputs:
     """What a block's results are written to. Those that there are none of have no elements."""
     columns = base_logits.new_empty(base_logits.shape[:2], dtype=torch.long)
     confidence = _no_confidence(base_logits, confidence_weight)

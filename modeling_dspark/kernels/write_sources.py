@@ -1,6 +1,6 @@
 """Write the sources of this folder into `fused_sources_dspark.py`, since Transformers copies Python files only.
 
-    python modeling_dspark/kernels/write_sources.py
+python modeling_dspark/kernels/write_sources.py
 """
 
 from pathlib import Path
@@ -8,7 +8,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = {"HEAD_CPU": "head_cpu.cpp", "HEAD_CUDA": "head_cuda.cu"}
-HEADER = '"""C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""'
+HEADER = (
+    '"""C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""'
+)
 
 
 def module_text() -> str:
@@ -18,7 +20,7 @@ def module_text() -> str:
         source = (HERE / file).read_text()
         if "'''" in source:
             raise ValueError(f"{file} must hold no triple quotes.")
-        parts.append(f"{name} = r'''{source}'''  # noqa: Q001")
+        parts.append(f"{name} = r'''{source}'''")
     names = ", ".join(f'"{name}"' for name in FILES)
     return "\n\n".join([*parts, f"__all__ = [{names}]"]) + "\n"
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 KERNEL = HERE.parents[1] / "modeling_dspark" / "kernels" / "head_cuda.cu"
 _FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DDSPARK_EMULATION", f"-I{HERE}"]
 _LIBRARY = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
-_SANITIZED = ["-O1", "-g", "-fsanitize=thread"]
+_SANITIZED = ["-O1", "-fsanitize=thread"]
 
 
 def build_emulator(source: str | None = None, *, only: tuple[str, int] | None = None, sanitize: bool = False) -> Path:

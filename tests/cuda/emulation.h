@@ -14,15 +14,12 @@
 #include <signal.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <random>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_THREAD__)
@@ -93,7 +90,8 @@ struct Fiber : Context {
 static Index thread_index, block_index, block_size, grid_size;
 static Context scheduler;
 static Fiber *current;
-static const std::function<void()> *body;
+static void (*body)(const void *);  // of a thread, and the call of the kernel that it is given
+static const void *kernel_call;
 static Error failure;
 static long progress;
 [[maybe_unused]] static char start_of_launch, end_of_launch;  // stand for what is in order at them
@@ -212,23 +210,33 @@ EMULATION_UNSEEN void multiply_warp(Warp &warp) {
 
 EMULATION_UNSEEN static void start() {
   EMULATION_TSAN(__tsan_acquire(&start_of_launch));
-  (*body)();
+  body(kernel_call);
   EMULATION_TSAN(__tsan_release(&end_of_launch));
   current->done = true;
   ++progress;
   let_others_run();
 }
 
+struct Random {  // xorshift, for which the standard's generators would take long to compile
+  uint32_t state;  // not 0
+  uint32_t operator()() {
+    state ^= state << 13;
+    state ^= state >> 17;
+    state ^= state << 5;
+    return state;
+  }
+};
+
 // Runs the fibers to their end, or until none of them can go on.
 inline Error run(std::vector<Fiber> &fibers, unsigned schedule) {
   std::vector<Fiber *> order;
   for (Fiber &fiber : fibers) order.push_back(&fiber);
-  std::mt19937 random(schedule);
+  Random random{schedule * 2654435769u};
   unsigned held = 0;  // warps that do not run, by their number
   bool moved = true;
   size_t left = fibers.size();
   for (long round = 0; left; ++round) {
-    if (schedule) std::shuffle(order.begin(), order.end(), random);
+    for (size_t i = order.size(); schedule && i > 1; --i) std::swap(order[i - 1], order[random() % i]);
     if (schedule && round % 64 == 0) held = random() & random();
     if (!moved) held = 0;
     const long before = progress;
@@ -266,13 +274,15 @@ inline void prepare(Fiber &fiber, char *stack) {
 // The error of a launch; threads must be whole warps. A cooperative launch is no different.
 template <typename Kernel, typename... Arguments>
 int launch(Kernel *kernel, unsigned grid, unsigned block, size_t shared_bytes, unsigned schedule, Arguments... arguments) {
-  static std::vector<std::unique_ptr<char[]>> stacks;
+  static std::vector<char *> stacks;  // kept for the next launch
   if (!grid || !block || block % kLanes) return kInvalid;
-  const std::function<void()> call = [=] { kernel(arguments...); };
+  const auto call = [=] { kernel(arguments...); };
+  body = [](const void *given) { (*(const decltype(call) *)given)(); };
+  kernel_call = &call;
   std::vector<Fiber> fibers((size_t)grid * block);
   std::vector<Block> blocks(grid);
   std::vector<Warp> warps(fibers.size() / kLanes);
-  while (stacks.size() < fibers.size()) stacks.emplace_back(new char[kStack]);
+  while (stacks.size() < fibers.size()) stacks.push_back(new char[kStack]);
   const size_t shared_size = (shared_bytes + kGuard + 15) / 16 * 16;
   for (Block &each : blocks) {
     each.shared = (unsigned char *)std::aligned_alloc(16, shared_size);
@@ -288,9 +298,8 @@ int launch(Kernel *kernel, unsigned grid, unsigned block, size_t shared_bytes, u
     fiber.block = &blocks[i / block];
     ++fiber.warp->size;
     ++fiber.block->size;
-    prepare(fiber, stacks[i].get());
+    prepare(fiber, stacks[i]);
   }
-  body = &call;
   block_size = {block, 1, 1};
   grid_size = {grid, 1, 1};
   failure = kNone;

@@ -8,25 +8,20 @@
 namespace {
 
 struct Numbers {  // arrays of the dtype of the kernel
-  std::mt19937 random{7};
   int item;
-  std::vector<std::unique_ptr<uint4[]>> arrays;
+  emulation::Random random{7};
 
   void *array(int64_t count) {
-    arrays.emplace_back(new uint4[count * item / 16 + 1]);
+    void *made = zeros(count * item);
     for (int64_t i = 0; i < count; ++i) {
-      const float value = std::normal_distribution<float>()(random) / 4;
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof(bits));
-      if (item == 4) ((uint32_t *)arrays.back().get())[i] = bits;
-      if (item == 2) ((uint16_t *)arrays.back().get())[i] = (uint16_t)(bits >> 16);  // in fp16 some other number
+      const uint32_t bits = dspark::to_bits((int)(random() % 65) / 64.0f - 0.5f);
+      if (item == 4) ((uint32_t *)made)[i] = bits;
+      if (item == 2) ((uint16_t *)made)[i] = (uint16_t)(bits >> 16);  // in fp16 some other number
     }
-    return arrays.back().get();
+    return made;
   }
-  int64_t *integers(int64_t count) {
-    arrays.emplace_back(new uint4[count / 2 + 1]());
-    return (int64_t *)arrays.back().get();
-  }
+  int64_t *integers(int64_t count) { return (int64_t *)zeros(8 * count); }
+  void *zeros(int64_t bytes) { return new uint4[bytes / 16 + 1](); }  // to the end of the process
 };
 
 }  // namespace
@@ -41,8 +36,7 @@ int main(int count, char **arguments) {
   const int dtype = std::strstr(arguments[1], "fp32") ? 0 : std::strstr(arguments[1], "bf16") ? 1 : 2;
   const int tiles = arguments[1][std::strlen(arguments[1]) - 1] - '0';
 
-  Numbers make;
-  make.item = dtype ? 2 : 4;
+  Numbers make{dtype ? 2 : 4};
   DsparkHeadArguments a = {};
   a.rows = rows;
   a.slots = slots;

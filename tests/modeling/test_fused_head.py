@@ -264,7 +264,9 @@ class TestDraws:
         drawn = {
             token
             for seed in range(50)
-            for token in run(library, heads, (base, hidden, anchors), temperature=1.0, seed=seed).columns.unique().tolist()
+            for token in run(library, heads, (base, hidden, anchors), temperature=1.0, seed=seed)
+            .columns.unique()
+            .tolist()
         }
         assert drawn == {77, 1234}
 
@@ -327,7 +329,9 @@ class TestOperation:
             call = {"do_sample": temperature is not None, "temperature": temperature}
             if temperature is not None:
                 call["logits_processor"] = lambda _, logits: logits / temperature
-            return propose(drafter, drafter.bind(target), features, anchor_tokens=torch.tensor([5, 6, 7]), cache=cache, **call)
+            return propose(
+                drafter, drafter.bind(target), features, anchor_tokens=torch.tensor([5, 6, 7]), cache=cache, **call
+            )
 
         calls = []
         monkeypatch.setattr(drafting_dspark, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
