@@ -148,7 +148,7 @@ def find_toolkit() -> Toolkit:
         BuildError: if there is none with both nvcc and the header of the run time.
     """
     looked = []
-    for home in _homes():
+    for home in map(Path.absolute, _homes()):
         nvcc = home / "bin" / "nvcc"
         has_header = any(any(home.glob(f"{folder}/cuda_runtime.h")) for folder in _INCLUDES)
         answer = _ask(nvcc, "--version") if has_header and nvcc.is_file() else ""

@@ -1,6 +1,6 @@
 """C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""
 
-HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
+HEAD_CPU = r'''// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
 //
 // For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
 // logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
@@ -663,9 +663,9 @@ void Head<bf16>::multiply_group(const bf16 *weights, int64_t row, floats *sums) 
 }  // namespace
 
 #endif
-"""
+'''
 
-HEAD_CUDA = r"""// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
+HEAD_CUDA = r'''// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
 //
 // A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
 // where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
@@ -818,7 +818,8 @@ __device__ inline Words philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t
 
 // Gumbel noise. Small words make the high values that win, so words are kept to the last bit there.
 __device__ inline float gumbel(uint32_t word) {
-  const float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  level = fminf(level, from_bits(0x3f7fffff));  // large words round to 1, whose noise would be that of a weight of zero
   return -logf(-log1pf(-level));
 }
 
@@ -1286,6 +1287,6 @@ extern "C" int dspark_head_launch(int32_t dtype, int32_t tiles, const DsparkHead
 
 extern "C" const char *dspark_head_error(int error) { return cudaGetErrorString((cudaError_t)error); }
 #endif
-"""
+'''
 
 __all__ = ["HEAD_CPU", "HEAD_CUDA"]

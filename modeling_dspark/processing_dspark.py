@@ -75,12 +75,15 @@ class RowProcessors:
 
     @property
     def temperature(self) -> float | None:
-        """What logits are divided by, where nothing else is done to them; `None` where something is."""
+        """What logits are divided by, where nothing else is done to them; `None` where something is.
+
+        Also where the quotients could leave what fp32 holds.
+        """
         if not self._processors:
             return 1.0
         only = self._processors[0]
         alone = len(self._processors) == 1 and _is_known(only, {"TemperatureLogitsWarper"})
-        return float(only.temperature) if alone else None
+        return float(only.temperature) if alone and 1e-6 <= only.temperature <= 1e6 else None
 
     def __bool__(self) -> bool:
         return bool(self._processors)

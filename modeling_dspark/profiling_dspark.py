@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from .costs_dspark import CostProfile, Curve
 from .engine_dspark import Engine
+from .fused_backends_dspark import backend_for
 from .processing_dspark import RowProcessors
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, Schedule
@@ -39,7 +40,7 @@ _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longe
 _REPEATS = 5
 _FEWEST_REPEATS = 2
 _TRIAL_ROWS = 4
-_LOOP_VERSION = 3  # raised when a round of this code costs something else
+_LOOP_VERSION = 4  # raised when a round of this code costs something else
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -139,6 +140,7 @@ def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
         "target": _digest(target),
         "drafter": _digest(drafter),
         "loop": _LOOP_VERSION,
+        "fused_head": backend_for(drafter.device) is not None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -1,9 +1,11 @@
 """Builders of tiny random models: one target a family, and a drafter that fits any of them."""
 
+from pathlib import Path
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark import DSparkConfig, DSparkModel, fused_build_dspark
 from modeling_dspark.target_dspark import tapped_features
 from training.initialization import set_draft_vocabulary
 
@@ -237,3 +239,11 @@ def script_rows(
 
     drafter.forward, drafter.head_step = forward, head_step
     return drafter
+
+
+def cache_with_kernels(folder: Path) -> Path:
+    """A cache folder of a test's own, but for what has been compiled, which takes seconds."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "kernels").exists():
+        (folder / "kernels").symlink_to(fused_build_dspark._writable_folder())
+    return folder

@@ -151,7 +151,8 @@ __device__ inline Words philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t
 
 // Gumbel noise. Small words make the high values that win, so words are kept to the last bit there.
 __device__ inline float gumbel(uint32_t word) {
-  const float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  level = fminf(level, from_bits(0x3f7fffff));  // large words round to 1, whose noise would be that of a weight of zero
   return -logf(-log1pf(-level));
 }
 

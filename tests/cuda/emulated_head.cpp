@@ -18,3 +18,5 @@ EXPORTED void emulate_philox(uint64_t seed, const uint32_t *counter, uint32_t *w
   const dspark::Words found = dspark::philox(seed, counter[0], counter[1], counter[2], counter[3]);
   for (int i = 0; i < 4; ++i) words[i] = found.word[i];
 }
+
+EXPORTED float emulate_gumbel(uint32_t word) { return dspark::gumbel(word); }

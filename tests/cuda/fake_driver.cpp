@@ -27,7 +27,8 @@ std::set<Module *> modules;
 std::string calls;  // objects of JSON with commas between
 
 void record(const std::string &call, int error, const std::string &more = "") {
-  calls += (calls.empty() ? "{\"call\": \"" : ", {\"call\": \"") + call + "\", \"error\": " + std::to_string(error) + more + "}";
+  if (!calls.empty()) calls += ", ";
+  calls += "{\"call\": \"" + call + "\", \"error\": " + std::to_string(error) + more + "}";
 }
 
 Function *function_of(void *handle) {
@@ -45,8 +46,9 @@ int start(const Function *function, bool cooperative, const unsigned *grid, cons
   if (!grid[0] || !block[0] || block[0] > kMaxThreads || shared > function->shared || !parameters) return kInvalidValue;
   if (grid[1] * grid[2] * block[1] * block[2] != 1) return kInvalidValue;  // the kernels know one dimension
   if (cooperative && grid[0] > kBlocks * kMultiprocessors) return kTooLarge;
-  const int error = emulation::launch(function->kernel, grid[0], block[0], shared, 0, *(const DsparkHeadArguments *)parameters[0],
-      *(const int32_t *)parameters[1], *(const int32_t *)parameters[2]);
+  const DsparkHeadArguments &arguments = *(const DsparkHeadArguments *)parameters[0];
+  const int32_t first = *(const int32_t *)parameters[1], last = *(const int32_t *)parameters[2];
+  const int error = emulation::launch(function->kernel, grid[0], block[0], shared, 0, arguments, first, last);
   return error ? kLaunchFailed : 0;
 }
 
@@ -119,13 +121,14 @@ EXPORTED int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *hand
   return 0;
 }
 
-EXPORTED int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                            unsigned block_z, unsigned shared, void *stream, void **parameters, void **) {
+EXPORTED int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **parameters, void **) {
   const unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
   return recorded_launch("cuLaunchKernel", function, grid, block, shared, stream, parameters);
 }
-EXPORTED int cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                                       unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **parameters) {
+EXPORTED int cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                                       void *stream, void **parameters) {
   const unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
   return recorded_launch("cuLaunchCooperativeKernel", function, grid, block, shared, stream, parameters);
 }

@@ -50,6 +50,7 @@ LAUNCHES = [Launch(), Launch(2, 1, schedule=1), Launch(3, 2, schedule=2, in_one=
 def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.emulate_head.argtypes = [ctypes.POINTER(HeadArguments), *[ctypes.c_int] * 7, ctypes.c_uint]
+    library.emulate_gumbel.argtypes, library.emulate_gumbel.restype = [ctypes.c_uint32], ctypes.c_float
     return library
 
 
@@ -220,7 +221,9 @@ def check_block(
     assert torch.equal(block.tokens, block.columns if offset is None else block.columns + offset[block.columns])
     logits, confidence = reference(heads, inputs, block.tokens)
     tolerance = 4 * STEP[dtype] * (1 + logits.abs()) + 1e-5  # a latent may be rounded to the other side
-    assert ((block.logits.double() - logits).abs() <= tolerance + (4 * STEP[dtype] if dtype != torch.float32 else 0)).all()
+    assert (
+        (block.logits.double() - logits).abs() <= tolerance + (4 * STEP[dtype] if dtype != torch.float32 else 0)
+    ).all()
     if temperature == 0:
         assert torch.equal(block.columns, first_of_the_highest(block.logits))
     if confidence is not None:
@@ -228,4 +231,15 @@ def check_block(
     return block
 
 
-__all__ = ["DTYPES", "KINDS", "LAUNCHES", "EmulationError", "Launch", "check_block", "load", "mixed_hidden", "reference", "run"]
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "LAUNCHES",
+    "EmulationError",
+    "Launch",
+    "check_block",
+    "load",
+    "mixed_hidden",
+    "reference",
+    "run",
+]

@@ -25,6 +25,7 @@ import modeling_dspark
 from hub_upload.package import package
 from modeling_dspark import DSparkConfig, DSparkModel, Engine
 from modeling_dspark.configuration_dspark import SCHEDULES
+from tests.builders import cache_with_kernels
 from training.targets import EMBEDDED_TARGET, resolve_target
 
 
@@ -125,7 +126,8 @@ def cache(tmp_path_factory):
     """The user's cache folder, the same for all workers: what a round costs is measured once or twice, not by each."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs-cache"
-    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        cache_with_kernels(folder)
     with contextlib.suppress(FileExistsError):
         (folder / "targets").symlink_to(Path(resolve_target(EMBEDDED_TARGET)).parent)
     return folder

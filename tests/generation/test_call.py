@@ -1,6 +1,7 @@
 """The `generate` call: settings, hostile input, other assistants, streamers, pipelines, caches, and what stays as it was."""
 
 import copy
+import shutil
 import subprocess
 import sys
 
@@ -25,9 +26,10 @@ from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
 from modeling_dspark.cache_dspark import cache_keyword, loop_takes_embeddings
+from modeling_dspark.fused_backends_dspark import backend_for
 from modeling_dspark.scheduling_dspark import resolve_settings
 from modeling_dspark.target_dspark import tapped_features
-from tests.builders import script, tiny_drafter, tiny_target
+from tests.builders import cache_with_kernels, script, tiny_drafter, tiny_target
 from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain, scripted
 
 
@@ -707,6 +709,10 @@ def test_two_copies_of_remote_code(tmp_path):
             path.unlink()
         (tmp_path / f"{name}-source" / "README.md").write_text("card\n")
         package(tmp_path / f"{name}-source", tmp_path / name)
+    snapshot = tmp_path / "hub" / "models--org--three" / "snapshots" / ("0" * 40)
+    shutil.copytree(tmp_path / "two", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
     code = """
 import json, sys, torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
@@ -726,14 +732,18 @@ assert "modeling_dspark" not in sys.modules
 original = GenerationMixin._assisted_decoding._dspark_original
 assert not hasattr(original, "_dspark_original")
 drafter.save_pretrained(sys.argv[1] + "/again")
-again = AutoModel.from_pretrained(sys.argv[1] + "/again", trust_remote_code=True)
-texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=again).tolist())
+for name in (sys.argv[1] + "/again", "org/three"):
+    again = AutoModel.from_pretrained(name, trust_remote_code=True)
+    texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=again).tolist())
+    fused = sys.modules[type(again).__module__.rpartition(".")[0] + ".fused_backends_dspark"]
+    assert [type(backend).__name__ for backend in fused._made.values()] == [sys.argv[2]]
 print(json.dumps(texts))
 """
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
-    environment["DSPARK_CACHE"] = str(tmp_path / "cache")
+    environment |= {"DSPARK_CACHE": str(cache_with_kernels(tmp_path / "cache")), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    backend = type(backend_for(torch.device("cpu"))).__name__  # `CpuBackend`, where there is a compiler
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-c", code, str(tmp_path), backend], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr[-3000:]
     texts = json.loads(result.stdout.splitlines()[-1])

@@ -1,8 +1,10 @@
 """The fused sequential head against fp64 arithmetic, its draws against their distribution, and its build against mishaps."""
 
+import importlib
 import itertools
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import stats
+from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from transformers.utils import logging
 
 from modeling_dspark import drafting_dspark, fused_backends_dspark, fused_build_dspark
@@ -353,7 +357,77 @@ class TestOperation:
         assert fusable_heads(tiny_drafter(target), logits) is not None
         assert fusable_heads(tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False), logits) is None
         assert fusable_heads(tiny_drafter(target), logits.double()) is None
-        assert fusable_heads(tiny_drafter(target), logits.bfloat16()) is None
+
+    def test_other_dtypes_go_slot_by_slot_and_say_so(self, library, caplog):
+        logging.get_logger("modeling_dspark.fused_head_dspark").warning_once.cache_clear()
+        assert fusable_heads(tiny_drafter(tiny_target("llama")), torch.zeros(1, 4, 61, dtype=torch.bfloat16)) is None
+        assert "torch.bfloat16" in caplog.text
+        assert "Load both models in one dtype" in caplog.text
+
+    def test_heads_that_are_more_than_their_weights_go_slot_by_slot(self, library):
+        target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
+
+        peft = pytest.importorskip("peft")
+
+        def adapter(drafter):
+            peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["markov_w2"], r=2), drafter)
+
+        def hook(drafter):
+            drafter.markov_head.markov_w1.register_forward_hook(lambda *_: None)
+
+        def parametrization(drafter):
+            register_parametrization(drafter.confidence_head.proj, "weight", nn.Identity())
+
+        def offloading(drafter):
+            drafter.markov_head.markov_w2.forward = drafter.markov_head.markov_w2.forward
+
+        for change in (adapter, hook, parametrization, offloading):
+            drafter = tiny_drafter(target)
+            assert fusable_heads(drafter, logits) is not None
+            change(drafter)
+            assert fusable_heads(drafter, logits) is None, change.__name__
+
+    @pytest.mark.parametrize("use_cache", [None, "own loop"])
+    @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}])
+    def test_every_loop_uses_it(self, use_cache, sampling, library, monkeypatch):
+        """The packed loop, and Transformers' own, which serves a call that wants attentions."""
+        target = tiny_target("llama", attn_implementation="eager")
+        drafter = tiny_drafter(target)
+        calls = []
+        monkeypatch.setattr(drafting_dspark, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        ours = {} if use_cache is None else {"output_attentions": True, "return_dict_in_generate": True}
+        target.generate(torch.tensor([[3, 4, 5]]), assistant_model=drafter, max_new_tokens=8, **sampling, **ours)
+        assert calls
+
+    def test_logits_that_are_no_numbers_propose_the_first_token_for_certain(self, library):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        with torch.no_grad():
+            drafter.markov_head.markov_w2.weight[7] = torch.nan
+        features = torch.randn(2, 5, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+        arguments = {"anchor_tokens": torch.tensor([5, 6]), "cache": DSparkCache(num_rows=2), "do_sample": True}
+        proposal = propose(drafter, drafter.bind(target), features, **arguments)
+        assert not proposal.tokens.any()
+        assert (proposal.logits.softmax(-1)[..., 0] == 1).all()
+
+    def test_a_second_copy_of_the_code_shares_the_operation_or_has_its_own(self, library, tmp_path, monkeypatch):
+        """Remote code of two drafters, the second with another argument."""
+        monkeypatch.syspath_prepend(tmp_path)
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+        expected = fused_block(heads, *inputs)
+        for name, argument in [("same_copy", ""), ("other_copy", "    speed: float = 1.0,\n")]:
+            shutil.copytree(ROOT / "modeling_dspark", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            code = (tmp_path / name / "fused_head_dspark.py").read_text()
+            changed = code.replace("    keep_logits: bool,\n) ->", f"    keep_logits: bool,\n{argument}) ->")
+            changed = changed.replace(
+                "return backend(**arguments)", "arguments.pop('speed', 0); return backend(**arguments)"
+            )
+            (tmp_path / name / "fused_head_dspark.py").write_text(changed)
+            module = importlib.import_module(f"{name}.fused_head_dspark")
+            assert torch.equal(module.fused_block(heads, *inputs).tokens, expected.tokens)
+            assert torch.equal(fused_block(heads, *inputs).tokens, expected.tokens)
+            is_shared = module._operation is torch.ops.dspark.sequential_head
+            assert is_shared == (not argument)
 
 
 SCRIPT = """

@@ -21,13 +21,13 @@ from tests.modeling.test_fused_head import first_of_the_highest, random_heads
 # vocabulary, rank, rows, slots, hidden size: 9 rows take two tiles, 19 take eight, and 67 go through W2 twice
 SHAPES = [
     (1, 1, 1, 1, 3),
-    (7, 8, 2, 3, 16),
-    (15, 31, 3, 2, 5),
-    (16, 32, 4, 1, 8),
+    (7, 8, 8, 3, 16),
+    (15, 31, 7, 2, 5),
+    (16, 32, 6, 1, 8),
     (17, 33, 5, 2, 24),
-    (63, 64, 6, 4, 9),
-    (199, 130, 7, 2, 16),
-    (333, 256, 8, 1, 16),
+    (63, 64, 3, 4, 9),
+    (199, 130, 4, 1, 16),
+    (333, 256, 2, 1, 16),
     (63, 33, 9, 3, 12),
     (31, 16, 19, 2, 8),
     (33, 8, 67, 2, 8),
@@ -167,7 +167,10 @@ class TestDraws:
         answers = {
             (0, (0, 0, 0, 0)): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
             (2**64 - 1, (2**32 - 1,) * 4): "408f276d 41c83b0e a20bc7c6 6d5451fd",
-            (0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)): "d16cfe09 94fdcceb 5001e420 24126ea1",
+            (
+                0x299F31D0A4093822,
+                (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            ): "d16cfe09 94fdcceb 5001e420 24126ea1",
         }
         for (seed, counter), words in answers.items():
             found = (ctypes.c_uint32 * 4)()
@@ -175,10 +178,18 @@ class TestDraws:
             assert " ".join(f"{word:08x}" for word in found) == words
             assert " ".join(f"{int(word):08x}" for word in philox(seed, counter)) == words
 
+    def test_noise_is_finite_and_keeps_the_last_bit_of_small_words(self, library):
+        """A noise of minus infinity would make a column equal to those that weigh nothing."""
+        words = np.array([0, 1, 2, 3, 1000, 2**20 + 1, 2**31, 2**32 - 2**20])
+        found = np.array([library.emulate_gumbel(int(word)) for word in words])
+        np.testing.assert_allclose(found, -np.log(-np.log1p(-(words + 0.5) * 2.0**-32)), rtol=1e-5)
+        lowest = library.emulate_gumbel(2**32 - 1)
+        assert -3.2 < lowest < found.min()
+
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_highest_of_logit_and_noise_is_drawn(self, dtype, temperature, library):
-        for turn, shape in enumerate(SHAPES):
+        for turn, shape in enumerate(SHAPES[1::2]):
             heads, inputs = random_heads(list(KINDS)[turn % 3], shape, DTYPES[dtype], seed=turn)
             seed = 0x0123456789ABCDEF * (turn + 1) % 2**64
             block = check_block(library, heads, inputs, LAUNCHES[1:3], temperature=temperature, seed=seed)
@@ -190,7 +201,9 @@ class TestDraws:
     @pytest.mark.parametrize("temperature", [0.5, 1.5])
     def test_draws_follow_the_logits(self, temperature, library):
         """6 columns, 16 rows of equal contents, 250 seeds."""
-        heads, (base, hidden, anchors) = random_heads("vanilla", (6, 4, 1, 1, 8), torch.bfloat16, with_confidence=False)
+        heads, (base, hidden, anchors) = random_heads(
+            "vanilla", (6, 4, 1, 1, 8), torch.bfloat16, with_confidence=False
+        )
         inputs = (base.expand(16, -1, -1), hidden.expand(16, -1, -1), anchors.expand(16))
         blocks = [run(library, heads, inputs, temperature=temperature, seed=seed) for seed in range(250)]
         counts = torch.stack([block.columns for block in blocks]).flatten().bincount(minlength=6)
