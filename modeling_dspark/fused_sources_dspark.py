@@ -1,6 +1,6 @@
 """C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""
 
-HEAD_CPU = r'''// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
+HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
 //
 // For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
 // logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
@@ -473,7 +473,7 @@ class Head {
   // Few columns at a time keep the reading close to sequential, which is what fetches from memory early.
   template <int kRows>
   void multiply(const T *weights, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows, kGroup = 4;
+    constexpr int kColumns = kLanes / kRows, kGroup = kRows == 4 ? 4 : 2;
     for (int group = 0; group < kColumns; group += kGroup) {
       multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
     }
@@ -663,9 +663,9 @@ void Head<bf16>::multiply_group(const bf16 *weights, int64_t row, floats *sums) 
 }  // namespace
 
 #endif
-'''
+"""
 
-HEAD_CUDA = r'''// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
+HEAD_CUDA = r"""// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
 //
 // A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
 // where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
@@ -1287,6 +1287,6 @@ extern "C" int dspark_head_launch(int32_t dtype, int32_t tiles, const DsparkHead
 
 extern "C" const char *dspark_head_error(int error) { return cudaGetErrorString((cudaError_t)error); }
 #endif
-'''
+"""
 
 __all__ = ["HEAD_CPU", "HEAD_CUDA"]

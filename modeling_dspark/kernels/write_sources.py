@@ -18,9 +18,9 @@ def module_text() -> str:
     parts = [HEADER]
     for name, file in FILES.items():
         source = (HERE / file).read_text()
-        if "'''" in source:
+        if '"""' in source:
             raise ValueError(f"{file} must hold no triple quotes.")
-        parts.append(f"{name} = r'''{source}'''")
+        parts.append(f'{name} = r"""{source}"""')
     names = ", ".join(f'"{name}"' for name in FILES)
     return "\n\n".join([*parts, f"__all__ = [{names}]"]) + "\n"
 

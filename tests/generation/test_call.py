@@ -743,7 +743,11 @@ print(json.dumps(texts))
     environment |= {"DSPARK_CACHE": str(cache_with_kernels(tmp_path / "cache")), "HF_HUB_CACHE": str(tmp_path / "hub")}
     backend = type(backend_for(torch.device("cpu"))).__name__  # `CpuBackend`, where there is a compiler
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), backend], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-c", code, str(tmp_path), backend],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     texts = json.loads(result.stdout.splitlines()[-1])
