@@ -4,13 +4,15 @@
     python -m benchmarks.head --device cuda
     python -m benchmarks.head --vocabulary 49152 --rows 1 4 16 --dtype bfloat16 --kinds vanilla rnn
 
-Weights are random; what is measured does not depend on them. All ways take turns, and the fastest turn of each counts.
+Weights are random; what is measured does not depend on them. All ways take turns in changing order, and the fastest turn
+of each counts.
 On a GPU a turn is ten blocks between two events. The fused head and the floor are queued behind a pause, so that the time
 to queue them is not in it; PyTorch's operations are timed as they are queued, which is how a drafter runs them.
 """
 
 import argparse
 import itertools
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -140,8 +142,11 @@ def _captured(way: Way) -> Way:
 def fastest(candidates: dict[str, Way], repeats: int, *, on_gpu: bool) -> dict[str, float]:
     """Milliseconds of the fastest turn of each."""
     best = dict.fromkeys(candidates, float("inf"))
+    names = list(candidates)
     for repeat in range(repeats + 2):  # the first two prepare kernels
-        for name, way in candidates.items():
+        # Who comes after whom changes, since a turn finds in the caches what the one before it read.
+        for name in random.Random(repeat).sample(names, len(names)):
+            way = candidates[name]
             passed = _gpu_milliseconds(way, pause=name not in ("torch", "compiled")) if on_gpu else _milliseconds(way)
             if repeat > 1:
                 best[name] = min(best[name], passed)

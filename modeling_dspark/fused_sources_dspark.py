@@ -473,7 +473,7 @@ class Head {
   // Few columns at a time keep the reading close to sequential, which is what fetches from memory early.
   template <int kRows>
   void multiply(const T *weights, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows, kGroup = kRows == 4 ? 4 : 2;
+    constexpr int kColumns = kLanes / kRows, kGroup = kRows > 1 ? kRows : sizeof(T) > 2 ? 1 : 2;
     for (int group = 0; group < kColumns; group += kGroup) {
       multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
     }
