@@ -63,16 +63,24 @@ class CpuBackend:
         # A draw goes over the logits twice, so they are written for it in any case.
         with_logits = keep_logits or arguments["temperature"] > 0
         packed, outputs, _alive = pack(**arguments, with_logits=with_logits)
+        self.launch(packed)
+        columns, tokens, logits, confidence = outputs
+        return columns, tokens, logits if keep_logits else base_logits.new_empty(0), confidence
+
+    def launch(self, packed: HeadArguments) -> None:
+        """Run a block whose arguments are packed.
+
+        Raises:
+            LaunchError: if the machine lacks the instruction set.
+            ValueError: if an anchor is no token of the target.
+        """
         packed.isa, packed.threads = self._isa, torch.get_num_threads()
         refusal = self._library.dspark_head_cpu(ctypes.byref(packed))
         if refusal == 1:
             raise LaunchError(f"instruction set {self._isa} is not of this machine, whose best is {self.best_isa}")
         if refusal == 2:
-            raise ValueError(
-                f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {arguments['anchors']}."
-            )
-        columns, tokens, logits, confidence = outputs
-        return columns, tokens, logits if keep_logits else base_logits.new_empty(0), confidence
+            anchors = (ctypes.c_int64 * packed.rows).from_address(packed.anchors)
+            raise ValueError(f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {list(anchors)}.")
 
 
 class GpuBackend:

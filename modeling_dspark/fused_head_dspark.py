@@ -146,20 +146,23 @@ def _fake(*arguments: Any) -> Outputs:
     return empty_outputs(arguments[0], arguments[7], with_logits=arguments[-1])  # confidence_weight and keep_logits
 
 
-def _registered() -> Callable[..., Outputs]:
+def _registered(library: torch.library.Library) -> Callable[..., Outputs]:
     """The operation. A copy of this code that was loaded before has registered it, perhaps with other arguments."""
-    name, schema = "dspark::sequential_head", torch.library.infer_schema(_run, mutates_args=())
-    there = getattr(torch.ops.dspark, "sequential_head", None)
+    name, schema = "sequential_head", torch.library.infer_schema(_run, mutates_args=())
+    there = getattr(torch.ops.dspark, name, None)
     if there is not None:
-        if str(there.default._schema) == name + schema:
-            return there
+        if str(there.default._schema) == f"dspark::{name}{schema}":
+            return there.default
         name += "_" + hashlib.sha256(schema.encode()).hexdigest()[:8]
-    operation = torch.library.custom_op(name, _run, mutates_args=())
-    operation.register_fake(_fake)
-    return operation
+    # By hand, since what `custom_op` wraps around takes as long as the rest of a call.
+    library.define(name + schema)
+    library.impl(name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dspark::{name}", _fake, lib=library)
+    return getattr(torch.ops.dspark, name).default
 
 
-_operation = _registered()
+_library = torch.library.Library("dspark", "FRAGMENT")  # the operation lives as long as this
+_operation = _registered(_library)
 
 
 def fusable(method: Callable) -> Callable:
