@@ -320,6 +320,28 @@ inline floats exp_of_negative(floats x) {
   return x > splat(-87.0f) ? series * power : splat(0.0f);
 }
 
+// Vectors of weights and of a latent, and how their products are added to a sum.
+template <typename T>
+struct Products {
+  typedef floats Vector;
+  static constexpr int64_t kSize = kLanes;
+  static Vector load_weights(const T *weights) { return load(weights); }
+  static Vector load_latent(const float *latent, const T *) { return load(latent); }
+  static void add(floats &sum, Vector a, Vector b) { sum += a * b; }
+};
+
+#ifdef DSPARK_DOT_BF16
+// One instruction for pairs of bf16.
+template <>
+struct Products<bf16> {
+  typedef __m512bh Vector;
+  static constexpr int64_t kSize = 2 * kLanes;
+  static Vector load_weights(const bf16 *weights) { return (Vector)_mm512_loadu_si512(weights); }
+  static Vector load_latent(const float *, const bf16 *rounded) { return (Vector)_mm512_loadu_si512(rounded); }
+  static void add(floats &sum, Vector a, Vector b) { sum = (floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
+};
+#endif
+
 template <typename T>
 class Head {
  public:
@@ -470,41 +492,64 @@ class Head {
   }
 
   // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
-  // Few columns at a time keep the reading close to sequential, which is what fetches from memory early.
+  // Few columns at a time keep the reading close to sequential, which is what memory is fastest at.
   template <int kRows>
   void multiply(const T *weights, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows, kGroup = kRows > 1 ? kRows : sizeof(T) > 2 ? 1 : 2;
+    constexpr int kColumns = kLanes / kRows, kGroup = kRows;
     for (int group = 0; group < kColumns; group += kGroup) {
       multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
     }
   }
 
-  // The same of `kGroup` columns.
+  // The same of `kGroup` columns, with at least four sums in the making, since each has to wait for its last product.
   template <int kRows, int kGroup>
   void multiply_group(const T *weights, int64_t row, floats *sums) const {
-    constexpr int kColumns = kLanes / kRows;
+    typedef Products<T> P;
+    constexpr int kColumns = kLanes / kRows, kParts = kRows * kGroup < 4 ? 4 / (kRows * kGroup) : 1;
     const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
-    floats parts[kRows][kGroup] = {};
+    floats parts[kParts][kRows][kGroup] = {};
     int64_t i = 0;
-    for (; i + kLanes <= a.rank; i += kLanes) {
-      floats values[kRows];
+    for (; i + kParts * P::kSize <= a.rank; i += kParts * P::kSize) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) values[r] = load(&latent[(row + r) * padded_rank + i]);
-#pragma GCC unroll 4
-      for (int c = 0; c < kGroup; ++c) {
-        ahead = prefetch(ahead, kLanes * sizeof(T));
-        const floats w = load(weights + c * a.rank + i);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) parts[r][c] += w * values[r];
+      for (int part = 0; part < kParts; ++part) {
+        ahead = multiply_vectors<kRows, kGroup>(weights, row, i + part * P::kSize, ahead, parts[part]);
       }
     }
+    for (; i + P::kSize <= a.rank; i += P::kSize) {
+      ahead = multiply_vectors<kRows, kGroup>(weights, row, i, ahead, parts[0]);
+    }
+    // Unrolled, so that no place in `parts` is computed and all of it can be in registers.
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (int c = 0; c < kGroup; ++c) {
         floats &sum = sums[r * kColumns + c];
-        sum = parts[r][c];
+        sum = parts[0][r][c];
+#pragma GCC unroll 4
+        for (int part = 1; part < kParts; ++part) sum += parts[part][r][c];
         for (int64_t k = i; k < a.rank; ++k) sum[0] += widen(weights[c * a.rank + k]) * latent[(row + r) * padded_rank + k];
       }
     }
+  }
+
+  // Places `i` and those that are in a vector with it. Inlined, or the sums would go through memory.
+  template <int kRows, int kGroup>
+  __attribute__((always_inline)) const char *multiply_vectors(const T *weights, int64_t row, int64_t i, const char *ahead, floats (*sums)[kGroup]) const {
+    typedef Products<T> P;
+    typename P::Vector values[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t place = (row + r) * padded_rank + i;
+      values[r] = P::load_latent(latent + place, rounded + place);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; ++c) {
+      ahead = prefetch(ahead, P::kSize * sizeof(T));
+      const typename P::Vector w = P::load_weights(weights + c * a.rank + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) P::add(sums[r][c], w, values[r]);
+    }
+    return ahead;
   }
 
   // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
@@ -631,33 +676,6 @@ class Head {
   int32_t *best_column;
   double *sums;
 };
-
-#ifdef DSPARK_DOT_BF16
-// Pairs of bf16 products are summed by one instruction.
-template <>
-template <int kRows, int kGroup>
-void Head<bf16>::multiply_group(const bf16 *weights, int64_t row, floats *sums) const {
-  constexpr int kColumns = kLanes / kRows;
-  const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
-  floats parts[kRows][kGroup] = {};
-  for (int64_t i = 0; i < a.rank; i += 2 * kLanes) {
-    const __mmask32 inside = a.rank - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (a.rank - i)) - 1;
-    __m512bh values[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) values[r] = (__m512bh)_mm512_loadu_si512(&rounded[(row + r) * padded_rank + i]);
-#pragma GCC unroll 4
-    for (int c = 0; c < kGroup; ++c) {
-      ahead = prefetch(ahead, 64);
-      const __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(inside, weights + c * a.rank + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) parts[r][c] = (floats)_mm512_dpbf16_ps((__m512)parts[r][c], w, values[r]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kGroup; ++c) sums[r * kColumns + c] = parts[r][c];
-  }
-}
-#endif
 
 }  // namespace DSPARK_ISA
 }  // namespace
