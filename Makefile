@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 # Two workers with one thread each: on two cores, more threads spin against each other.
 PYTEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: install demo test test-slow test-compat quality style docs clean
+.PHONY: install demo test test-slow test-gpu test-compat quality style docs clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,12 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 -m slow tests $(ARGS)
+
+# About four minutes on a machine with a GPU and a CUDA build of torch.
+test-gpu: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m gpu tests $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m hub_upload package hub_upload/repos/$(DRAFTER) build/$(DRAFTER) --overwrite
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.head --device cuda
 
 test-compat: $(INSTALLED_COMPAT)
 	$(PYTEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q -n 2 tests/generation tests/modeling $(ARGS)

@@ -159,7 +159,8 @@ def pack(
     if mixer_weight is not None:
         of_tokens, of_hidden = _parts_of_mixer(kind, mixer_weight.contiguous(), hidden.shape[2])
         # What does not depend on tokens is one product for all slots.
-        tensors["mixer_hidden"] = nn.functional.linear(hidden, of_hidden, mixer_bias).contiguous()
+        of_hidden_states = nn.functional.linear(hidden, of_hidden, mixer_bias)
+        tensors["mixer_hidden"] = of_hidden_states.to(hidden.dtype).contiguous()  # autocast gives another dtype
         tensors["mixer_weight"] = of_tokens
     outputs = empty_outputs(base_logits, confidence_weight, with_logits=with_logits)
     named = dict(zip(("columns", "tokens", "logits", "confidence"), outputs, strict=True))
@@ -200,9 +201,10 @@ _makers: dict[str, Callable[[torch.device], Backend]] = {
 }
 
 
-def serves(logits: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether there may be a fused form for tensors of these devices and dtypes."""
-    return logits.dtype == weight.dtype and logits.dtype in _DTYPES and logits.device == weight.device
+def serves(*tensors: torch.Tensor | None) -> bool:
+    """Whether there may be a fused form for these tensors: all on one device, in one dtype that the kernels know."""
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None}
+    return len(kinds) == 1 and next(iter(kinds))[0] in _DTYPES
 
 
 def backend_for(device: torch.device) -> Backend | None:

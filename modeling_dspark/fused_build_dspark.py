@@ -5,11 +5,13 @@ in a folder of the user's own for temporary files. A build that is killed leaves
 the lock is the operating system's, and a library gets its name when it is whole.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import platform
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +49,7 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
     def compile_in(scratch: Path) -> None:
         compile_extension(name, scratch, cpp_sources=[source], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"])
 
-    needs = "a C++ compiler (g++ 12 or later) and ninja (`pip install ninja`) are needed"
+    needs = "a C++ compiler (g++ 12 or later) and ninja (`pip install ninja setuptools`) are needed"
     return load_built(name, [source, _FLAGS], compile_in, lasts="some seconds", needs=needs)
 
 
@@ -82,9 +84,23 @@ def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
     """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder where no lock can be in the way."""
     from torch.utils import cpp_extension  # needs setuptools, which not every environment has
 
-    cpp_extension.load_inline(
-        name, build_directory=str(folder), is_python_module=False, no_implicit_headers=True, **arguments
-    )
+    with _scripts_on_path():
+        cpp_extension.load_inline(
+            name, build_directory=str(folder), is_python_module=False, no_implicit_headers=True, **arguments
+        )
+
+
+@contextlib.contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """Finds the ninja that pip installed, also where this Python's environment is not activated."""
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = os.pathsep.join(filter(None, [before, sysconfig.get_path("scripts")]))
+    try:
+        yield
+    finally:
+        os.environ.pop("PATH")
+        if before is not None:
+            os.environ["PATH"] = before
 
 
 def digest(key: list[Any]) -> str:
@@ -120,7 +136,9 @@ def keep(file: str, content: bytes) -> None:
 
 def _folders() -> Iterator[Path]:
     """Where libraries may be, best first."""
-    yield Path(os.environ.get("DSPARK_CACHE", Path.home() / ".cache" / "dspark")) / "kernels"
+    chosen = os.environ.get("DSPARK_CACHE")
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        yield (Path(chosen) if chosen else Path("~/.cache/dspark").expanduser()) / "kernels"
     own = os.getuid() if hasattr(os, "getuid") else "user"
     yield Path(tempfile.gettempdir()) / f"dspark-kernels-{own}"
 

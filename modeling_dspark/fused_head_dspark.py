@@ -10,6 +10,7 @@ Shapes: `R` rows, `K` slots, `D` hidden size, `V` vocabulary, `Vd` draft vocabul
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from .fused_reference_dspark import Outputs, empty_outputs, head_in_torch
 
 
 logger = logging.get_logger(__name__)
+
+_MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that makes a latent, in ranks
 
 
 class BlockTokens(NamedTuple):
@@ -53,28 +56,27 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
         return None
     if not all(_is_plain(part) for part in (head, confidence) if part is not None):
         return None
-    weight = head.markov_w2.weight
-    if backend_for(weight.device) is None:
-        return None
-    if not serves(base_logits, weight):
-        logger.warning_once(
-            f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
-            f"({base_logits.dtype}) in the dtype of the drafter's weights ({weight.dtype}), one of fp32, bf16 and fp16. "
-            "Load both models in one dtype."
-        )
-        return None
     mixer = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}[head.kind]
     mixer = None if mixer is None else getattr(head, mixer)
-    return {
+    weights = {
         "w1": head.markov_w1.weight,
-        "w2": weight,
+        "w2": head.markov_w2.weight,
         "mixer_weight": None if mixer is None else mixer.weight,
         "mixer_bias": None if mixer is None else mixer.bias,
         "confidence_weight": None if confidence is None else confidence.proj.weight[0],
         "confidence_bias": None if confidence is None else confidence.proj.bias,
-        "draft_to_target": drafter.d2t if drafter.config.draft_vocab_size is not None else None,
-        "kind": head.kind,
     }
+    if backend_for(base_logits.device) is None:
+        return None
+    if not serves(base_logits, *weights.values()):
+        logger.warning_once(
+            f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
+            f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) in one dtype, which is fp32, bf16 or "
+            "fp16. Load both models in one dtype."
+        )
+        return None
+    offsets = drafter.d2t if drafter.config.draft_vocab_size is not None else None
+    return {**weights, "draft_to_target": offsets, "kind": head.kind}
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -133,13 +135,49 @@ def _run(
     keep_logits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     arguments = locals()
-    backend = backend_for(base_logits.device) if serves(base_logits, w2) else None
+    _check_shapes(**arguments)
+    tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
+    backend = backend_for(base_logits.device) if serves(*tensors) else None
     if backend is not None:
         try:
             return backend(**arguments)
         except (BuildError, LaunchError) as error:
             give_up(backend, error)
     return head_in_torch(**arguments)
+
+
+def _check_shapes(
+    *, base_logits: torch.Tensor, hidden: torch.Tensor, kind: str, temperature: float, **others: Any
+) -> None:
+    """Refuse what would be read beyond its end."""
+    if kind not in _MIXER_ROWS or base_logits.dim() != 3 or hidden.dim() != 3 or not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"`kind` must be one of {tuple(_MIXER_ROWS)}, `base_logits` [R, K, Vd], `hidden` [R, K, D] and `temperature` "
+            f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {temperature}."
+        )
+    (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], others["w2"].shape[-1]
+    units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
+    confidence = others["confidence_weight"]
+    width = size if confidence is None or len(confidence) == size else size + rank
+    expected = {
+        "hidden": (rows, slots, size),
+        "anchors": (rows,),
+        "w1": (len(others["w1"]), rank),
+        "w2": (vocabulary, rank),
+        "mixer_weight": (units, size + reads) if units else None,
+        "mixer_bias": (units,) if units else None,
+        "confidence_weight": (width,),
+        "confidence_bias": (1,),
+        "draft_to_target": (vocabulary,),
+    }
+    for name, shape in expected.items():
+        tensor = hidden if name == "hidden" else others[name]
+        found = None if tensor is None else tuple(tensor.shape)
+        optional = name.startswith(("confidence", "draft"))
+        if found != shape and not (optional and found is None):
+            raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
+    if (confidence is None) != (others["confidence_bias"] is None):
+        raise ValueError("`confidence_weight` and `confidence_bias` go together: pass both, or neither.")
 
 
 def _fake(*arguments: Any) -> Outputs:

@@ -315,6 +315,50 @@ class TestOperation:
         with pytest.raises(ValueError, match=r"DSPARK_FUSED_HEAD.*'auto', 'cpu', 'cuda', 'nvrtc', 'torch'.*'gpu'"):
             fused_block(heads, *inputs)
 
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("hidden", lambda value: value[:, :-1]),
+            ("anchors", lambda value: value[:-1]),
+            ("w1", lambda value: value[:, :-1]),
+            ("w2", lambda value: value[:-1]),
+            ("mixer_weight", lambda value: value[:, :-1]),
+            ("mixer_bias", lambda value: value[:-1]),
+            ("confidence_weight", lambda value: value[:-1]),
+            ("confidence_bias", lambda value: None),
+            ("draft_to_target", lambda value: value[:-1]),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    @pytest.mark.parametrize("choice", ["auto", "torch"])
+    def test_what_would_be_read_beyond_its_end_is_refused(self, name, change, choice, monkeypatch):
+        monkeypatch.setenv("DSPARK_FUSED_HEAD", choice)
+        heads, inputs = random_heads("rnn", SHAPES[2], torch.float32, reduced=True)
+        named = dict(zip(("base_logits", "hidden", "anchors"), inputs, strict=True)) | heads
+        with pytest.raises(ValueError, match=f"`{name}"):
+            torch.ops.dspark.sequential_head(
+                **(named | {name: change(named[name])}), temperature=0.0, seed=0, keep_logits=False
+            )
+
+    def test_anchors_that_are_no_tokens_are_refused(self, library):
+        heads, (base, hidden, _) = random_heads("vanilla", SHAPES[1], torch.float32)
+        with pytest.raises(ValueError, match=r"`anchors` are tokens from 0 to 62, got \[5, 63\]"):
+            fused_block(heads, base, hidden, torch.tensor([5, 63]))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_other_dtypes_within_a_block_are_pytorchs_business(self, kind, library):
+        """Weights of the confidence head in fp32; and autocast around fp32 weights."""
+        heads, inputs = random_heads(kind, SHAPES[2], torch.bfloat16)
+        expected = fused_block(heads, *inputs)
+        mixed = heads | {name: heads[name].float() for name in ("confidence_weight", "confidence_bias")}
+        torch.testing.assert_close(
+            fused_block(mixed, *inputs).confidence_logits[:, 0], expected.confidence_logits[:, 0]
+        )
+        heads, inputs = random_heads(kind, SHAPES[2], torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            block = fused_block(heads, *inputs, keep_logits=True)
+        assert (block.logits - fused_block(heads, *inputs, keep_logits=True).logits)[:, 0].abs().max() < 0.1
+
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("reduced", [False, True])
     @pytest.mark.parametrize("temperature", [None, 0.7])
@@ -430,11 +474,14 @@ class TestOperation:
             assert is_shared == (not argument)
 
 
+# For one instruction set, which builds in a quarter of the time.
 SCRIPT = """
-import sys, torch
-from transformers.utils import logging
-from modeling_dspark.fused_build_dspark import load_library
+import torch
+from modeling_dspark import fused_backends_dspark
 from modeling_dspark.fused_head_dspark import fused_block
+source = fused_backends_dspark.HEAD_CPU.replace("#if defined(__x86_64__) && defined(__GNUC__)", "#if 0")
+assert source.count("#if 0") == 1
+fused_backends_dspark.HEAD_CPU = source
 heads = dict.fromkeys(["mixer_weight", "mixer_bias", "confidence_weight", "confidence_bias", "draft_to_target"])
 heads |= {"w1": torch.ones(5, 2), "w2": torch.arange(10.0).view(5, 2), "kind": "vanilla"}
 print(fused_block(heads, torch.zeros(1, 3, 5), torch.zeros(1, 3, 4), torch.tensor([2])).tokens.tolist())
