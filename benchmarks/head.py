@@ -91,7 +91,9 @@ Way = Callable[[], Any]
 
 def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: bool) -> dict[str, Way]:
     """What takes turns."""
-    drafting, fused = code_of(drafter, "drafting_dspark"), code_of(drafter, "fused_head_dspark")
+    drafting, fused, reference = (
+        code_of(drafter, name) for name in ("drafting_dspark", "fused_head_dspark", "fused_reference_dspark")
+    )
     weight = drafter.markov_head.markov_w2.weight
     place = {"dtype": weight.dtype, "device": weight.device}
     base_logits = torch.randn(rows, slots, len(weight), **place)
@@ -101,6 +103,7 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
     if heads is None:
         raise ValueError("The fused head is not available here; see the warning above.")
     call = {"temperature": temperature, "seed": 1, "keep_logits": bool(temperature)}
+    inputs = reference.HeadInputs(base_logits, hidden, anchors, **heads, **call)
 
     def draw(logits: torch.Tensor, _: Any) -> torch.Tensor:
         return logits.float() / temperature
@@ -121,23 +124,20 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
         "floor": lambda: [memory.sum() for _ in range(slots)],
     }
     if compiled:
-        head = torch.compile(code_of(drafter, "fused_reference_dspark").head_in_torch, dynamic=False)
-        inputs = {"base_logits": base_logits, "hidden": hidden, "anchors": anchors}
-        found["compiled"] = lambda: head(**inputs, **heads, **call)
+        head = torch.compile(reference.head_in_torch, dynamic=False)
+        found["compiled"] = lambda: head(inputs)
     if weight.device.type == "cuda":
         found["stepwise"] = _captured(fused_way)
     else:
-        found["kernel"] = _kernel(
-            drafter, heads | {"base_logits": base_logits, "hidden": hidden, "anchors": anchors} | call
-        )
+        found["kernel"] = _kernel(drafter, inputs)
     return found
 
 
-def _kernel(drafter: Any, arguments: dict[str, Any]) -> Way:
+def _kernel(drafter: Any, inputs: Any) -> Way:
     """The C++ call alone."""
     backends = code_of(drafter, "fused_backends_dspark")
-    packed, outputs, alive = backends.pack(**arguments, with_logits=arguments["keep_logits"])
-    backend = backends.backend_for(arguments["hidden"].device)
+    packed, outputs, alive = backends.pack(inputs, with_logits=inputs.keep_logits)
+    backend = backends.backend_for(inputs.hidden.device)
     return lambda: (backend.launch(packed), outputs, alive)  # the tensors live as long as their addresses are used
 
 

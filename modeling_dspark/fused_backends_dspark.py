@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from .fused_build_dspark import BuildError, load_library
 from .fused_launch_dspark import HeadArguments, Kernels, LaunchError, launch, scratch_bytes
 from .fused_nvcc_dspark import NvccKernels
 from .fused_nvrtc_dspark import NvrtcKernels
-from .fused_reference_dspark import Outputs, empty_outputs
+from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs
 from .fused_sources_dspark import HEAD_CPU, HEAD_CUDA
 
 
@@ -32,8 +32,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class Backend(Protocol):
     """Runs blocks on one device."""
 
-    def __call__(self, **arguments: Any) -> Outputs:
-        """Columns, tokens, logits and confidence logits; arguments as for `fused_block`.
+    def __call__(self, inputs: HeadInputs) -> Outputs:
+        """Columns, tokens, logits and confidence logits.
 
         Raises:
             BuildError: if a kernel for these sizes cannot be made.
@@ -57,15 +57,13 @@ class CpuBackend:
         """Of this machine."""
         return self._library.dspark_head_best_isa()
 
-    def __call__(self, **arguments: Any) -> Outputs:
+    def __call__(self, inputs: HeadInputs) -> Outputs:
         """A block; draws by inversion."""
-        keep_logits, base_logits = arguments["keep_logits"], arguments["base_logits"]
         # A draw goes over the logits twice, so they are written for it in any case.
-        with_logits = keep_logits or arguments["temperature"] > 0
-        packed, outputs, _alive = pack(**arguments, with_logits=with_logits)
+        packed, outputs, _alive = pack(inputs, with_logits=inputs.keep_logits or inputs.temperature > 0)
         self.launch(packed)
         columns, tokens, logits, confidence = outputs
-        return columns, tokens, logits if keep_logits else base_logits.new_empty(0), confidence
+        return columns, tokens, logits if inputs.keep_logits else inputs.base_logits.new_empty(0), confidence
 
     def launch(self, packed: HeadArguments) -> None:
         """Run a block whose arguments are packed.
@@ -101,12 +99,12 @@ class GpuBackend:
         }
         self._stepwise = False
 
-    def __call__(self, **arguments: Any) -> Outputs:
+    def __call__(self, inputs: HeadInputs) -> Outputs:
         """A block on the current stream."""
-        device = arguments["base_logits"].device
+        device = inputs.base_logits.device
         with torch.cuda.device(device):
-            packed, outputs, alive = pack(**arguments, with_logits=arguments["keep_logits"])
-            size = scratch_bytes(packed.rows, packed.slots, packed.rank, arguments["kind"])
+            packed, outputs, alive = pack(inputs, with_logits=inputs.keep_logits)
+            size = scratch_bytes(packed.rows, packed.slots, packed.rank, inputs.kind)
             scratch = torch.zeros(size, dtype=torch.uint8, device=device)
             packed.scratch = scratch.data_ptr()
             vectors = [packed.w1, packed.w2, packed.rank * alive[0].element_size()]
@@ -124,60 +122,39 @@ class GpuBackend:
         return outputs
 
 
-def pack(
-    *,
-    base_logits: torch.Tensor,
-    hidden: torch.Tensor,
-    anchors: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    mixer_weight: torch.Tensor | None,
-    mixer_bias: torch.Tensor | None,
-    confidence_weight: torch.Tensor | None,
-    confidence_bias: torch.Tensor | None,
-    draft_to_target: torch.Tensor | None,
-    kind: str,
-    temperature: float,
-    seed: int,
-    keep_logits: bool,  # noqa: ARG001  `with_logits` says what is written
-    with_logits: bool,
-) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
+def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
     """Arguments for a kernel, what it writes to, and the tensors whose addresses it has, those of `w1` first."""
+    base_logits, hidden, confidence = inputs.base_logits, inputs.hidden, inputs.confidence_weight
     rows, slots, vocabulary = base_logits.shape
     if hidden.stride()[1:] != (hidden.shape[2], 1):
         hidden = hidden.contiguous()
+    outputs = empty_outputs(base_logits, confidence, with_logits=with_logits)
+    named = dict(zip(("columns", "tokens", "logits", "confidence"), outputs, strict=True))
     tensors = {
-        "w1": w1.contiguous(),
-        "w2": w2.contiguous(),
+        "w1": inputs.w1.contiguous(),
+        "w2": inputs.w2.contiguous(),
         "base": base_logits.contiguous(),
         "hidden": hidden,
-        "anchors": anchors.long().contiguous(),
-        "draft_to_target": None if draft_to_target is None else draft_to_target.long().contiguous(),
-        "confidence_weight": None if confidence_weight is None else confidence_weight.contiguous(),
-        "confidence_bias": confidence_bias,
+        "anchors": inputs.anchors.long().contiguous(),
+        "draft_to_target": None if inputs.draft_to_target is None else inputs.draft_to_target.long().contiguous(),
+        "confidence_weight": None if confidence is None else confidence.contiguous(),
+        "confidence_bias": inputs.confidence_bias,
+        **_mixer(inputs, hidden),
+        **{name: tensor if tensor.numel() else None for name, tensor in named.items()},
     }
-    if mixer_weight is not None:
-        of_tokens, of_hidden = _parts_of_mixer(kind, mixer_weight.contiguous(), hidden.shape[2])
-        # What does not depend on tokens is one product for all slots.
-        of_hidden_states = nn.functional.linear(hidden, of_hidden, mixer_bias)
-        tensors["mixer_hidden"] = of_hidden_states.to(hidden.dtype).contiguous()  # autocast gives another dtype
-        tensors["mixer_weight"] = of_tokens
-    outputs = empty_outputs(base_logits, confidence_weight, with_logits=with_logits)
-    named = dict(zip(("columns", "tokens", "logits", "confidence"), outputs, strict=True))
-    tensors |= {name: tensor if tensor.numel() else None for name, tensor in named.items()}
     arguments = HeadArguments(
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,
-        target_vocabulary=len(w1),
-        rank=w2.shape[1],
+        target_vocabulary=len(inputs.w1),
+        rank=inputs.w2.shape[1],
         hidden_size=hidden.shape[2],
         hidden_row_stride=hidden.stride(0),
-        mixer_row_stride=0 if mixer_weight is None else mixer_weight.shape[1],
-        temperature=temperature,
-        seed=seed % 2**64,
-        kind=_KINDS[kind],
-        confidence_reads_tokens=confidence_weight is not None and len(confidence_weight) > hidden.shape[2],
+        mixer_row_stride=0 if inputs.mixer_weight is None else inputs.mixer_weight.shape[1],
+        temperature=inputs.temperature,
+        seed=inputs.seed % 2**64,
+        kind=_KINDS[inputs.kind],
+        confidence_reads_tokens=confidence is not None and len(confidence) > hidden.shape[2],
         dtype=_DTYPES[base_logits.dtype],
         isa=-1,
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
@@ -185,11 +162,20 @@ def pack(
     return arguments, outputs, [tensor for tensor in tensors.values() if tensor is not None]
 
 
-def _parts_of_mixer(kind: str, weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of a mixer's weight for tokens (and state), and for hidden states."""
-    if kind == "gated":  # [hidden, previous]
-        return weight[:, size:], weight[:, :size]
-    return weight[:, : weight.shape[1] - size], weight[:, weight.shape[1] - size :]  # [state, previous, hidden]
+def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The mixer's weight for tokens and state, and what hidden states bring: one product for all slots."""
+    if inputs.mixer_weight is None:
+        return {}
+    weight, size = inputs.mixer_weight.contiguous(), hidden.shape[2]
+    if inputs.kind == "gated":  # [hidden, previous]
+        of_hidden, of_tokens = weight[:, :size], weight[:, size:]
+    else:  # [state, previous, hidden]
+        of_tokens, of_hidden = weight[:, :-size], weight[:, -size:]
+    product = nn.functional.linear(hidden, of_hidden, inputs.mixer_bias)
+    return {
+        "mixer_hidden": product.to(hidden.dtype).contiguous(),
+        "mixer_weight": of_tokens,
+    }  # autocast has its own dtype
 
 
 _lock = threading.Lock()

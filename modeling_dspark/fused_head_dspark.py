@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .fused_backends_dspark import backend_for, give_up, serves
 from .fused_build_dspark import BuildError
 from .fused_launch_dspark import LaunchError
-from .fused_reference_dspark import Outputs, empty_outputs, head_in_torch
+from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs, head_in_torch
 
 
 logger = logging.get_logger(__name__)
@@ -134,50 +134,49 @@ def _run(
     seed: int,
     keep_logits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = locals()
-    _check_shapes(**arguments)
+    inputs = HeadInputs(**locals())
+    _check_shapes(inputs)
     tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
     backend = backend_for(base_logits.device) if serves(*tensors) else None
     if backend is not None:
         try:
-            return backend(**arguments)
+            return backend(inputs)
         except (BuildError, LaunchError) as error:
             give_up(backend, error)
-    return head_in_torch(**arguments)
+    return head_in_torch(inputs)
 
 
-def _check_shapes(
-    *, base_logits: torch.Tensor, hidden: torch.Tensor, kind: str, temperature: float, **others: Any
-) -> None:
+def _check_shapes(inputs: HeadInputs) -> None:
     """Refuse what would be read beyond its end."""
-    if kind not in _MIXER_ROWS or base_logits.dim() != 3 or hidden.dim() != 3 or not 0 <= temperature < math.inf:
+    base_logits, hidden, kind, confidence = inputs.base_logits, inputs.hidden, inputs.kind, inputs.confidence_weight
+    if (
+        kind not in _MIXER_ROWS
+        or base_logits.dim() != 3
+        or hidden.dim() != 3
+        or not 0 <= inputs.temperature < math.inf
+    ):
         raise ValueError(
             f"`kind` must be one of {tuple(_MIXER_ROWS)}, `base_logits` [R, K, Vd], `hidden` [R, K, D] and `temperature` "
-            f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {temperature}."
+            f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {inputs.temperature}."
         )
-    (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], others["w2"].shape[-1]
+    (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
     units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
-    confidence = others["confidence_weight"]
-    width = size if confidence is None or len(confidence) == size else size + rank
     expected = {
         "hidden": (rows, slots, size),
         "anchors": (rows,),
-        "w1": (len(others["w1"]), rank),
+        "w1": (len(inputs.w1), rank),
         "w2": (vocabulary, rank),
         "mixer_weight": (units, size + reads) if units else None,
         "mixer_bias": (units,) if units else None,
-        "confidence_weight": (width,),
-        "confidence_bias": (1,),
-        "draft_to_target": (vocabulary,),
+        "confidence_weight": None if confidence is None else (size if len(confidence) == size else size + rank,),
+        "confidence_bias": None if confidence is None else (1,),
+        "draft_to_target": None if inputs.draft_to_target is None else (vocabulary,),
     }
     for name, shape in expected.items():
-        tensor = hidden if name == "hidden" else others[name]
+        tensor = getattr(inputs, name)
         found = None if tensor is None else tuple(tensor.shape)
-        optional = name.startswith(("confidence", "draft"))
-        if found != shape and not (optional and found is None):
+        if found != shape:
             raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
-    if (confidence is None) != (others["confidence_bias"] is None):
-        raise ValueError("`confidence_weight` and `confidence_bias` go together: pass both, or neither.")
 
 
 def _fake(*arguments: Any) -> Outputs:

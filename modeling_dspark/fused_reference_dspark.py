@@ -1,7 +1,9 @@
 """The operation `dspark::sequential_head` in PyTorch: what the fused forms do, and what runs where there is none.
 
-Shapes: `R` rows, `K` slots, `D` hidden size, `Vd` draft vocabulary, `r` Markov rank.
+Shapes: `R` rows, `K` slots, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,60 +16,71 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _SIXTEEN, _WORD = 0xFFFF, 0xFFFFFFFF
 
 
-def head_in_torch(
-    *,
-    base_logits: torch.Tensor,
-    hidden: torch.Tensor,
-    anchors: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    mixer_weight: torch.Tensor | None,
-    mixer_bias: torch.Tensor | None,
-    confidence_weight: torch.Tensor | None,
-    confidence_bias: torch.Tensor | None,
-    draft_to_target: torch.Tensor | None,
-    kind: str,
-    temperature: float,
-    seed: int,
-    keep_logits: bool,
-) -> Outputs:
-    """Columns, tokens, logits and confidence logits of a block; arguments as for `fused_block`."""
-    previous, state = anchors, None
-    columns, tokens, logits, confidences = [], [], [], []
-    uniform = philox_uniform(seed, *base_logits.shape[:2]).to(base_logits.device) if temperature > 0 else None
+class HeadInputs(NamedTuple):
+    """The operation's arguments, in its order.
+
+    Attributes:
+        base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
+        hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
+        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids.
+        w1 (`torch.Tensor` of shape `(V, r)`): Embedding of the token before a slot.
+        w2 (`torch.Tensor` of shape `(Vd, r)`): From the latent to the bias on the logits.
+        mixer_weight (`torch.Tensor`, *optional*): Of the gate `(r, D + r)` or the cell `(3 r, 2 r + D)`.
+        mixer_bias (`torch.Tensor`, *optional*): Of shape `(r,)` or `(3 r,)`.
+        confidence_weight (`torch.Tensor` of shape `(D,)` or `(D + r,)`, *optional*): Of the confidence head.
+        confidence_bias (`torch.Tensor` of shape `(1,)`, *optional*): Of the confidence head.
+        draft_to_target (`torch.LongTensor` of shape `(Vd,)`, *optional*): What to add to a column for its token.
+        kind (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
+        temperature (`float`): Of the draws; 0 takes the highest logit.
+        seed (`int`): Of the draws.
+        keep_logits (`bool`): Whether to return the logits.
+    """
+
+    base_logits: torch.Tensor
+    hidden: torch.Tensor
+    anchors: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    mixer_weight: torch.Tensor | None
+    mixer_bias: torch.Tensor | None
+    confidence_weight: torch.Tensor | None
+    confidence_bias: torch.Tensor | None
+    draft_to_target: torch.Tensor | None
+    kind: str
+    temperature: float
+    seed: int
+    keep_logits: bool
+
+
+def head_in_torch(inputs: HeadInputs) -> Outputs:
+    """Columns, tokens, logits and confidence logits of a block."""
+    base_logits, offsets, weight = inputs.base_logits, inputs.draft_to_target, inputs.confidence_weight
+    previous, state, uniform = inputs.anchors, None, None
+    if inputs.temperature > 0:
+        uniform = philox_uniform(inputs.seed, *base_logits.shape[:2]).to(base_logits.device)
+    outputs = empty_outputs(base_logits, weight, with_logits=inputs.keep_logits)
+    columns, tokens, logits, confidence = outputs
     for slot in range(base_logits.shape[1]):
-        embedded = nn.functional.embedding(previous, w1)
-        latent, state = markov_latent(kind, embedded, hidden[:, slot], state, mixer_weight, mixer_bias)
-        scores = base_logits[:, slot] + nn.functional.linear(latent, w2)
-        if confidence_weight is not None:
-            read = torch.cat([hidden[:, slot], embedded], dim=-1)[:, : len(confidence_weight)]
-            confidences.append((read.float() @ confidence_weight.float()) + confidence_bias.float())  # type: ignore[union-attr]
-        columns.append(scores.max(-1).indices if uniform is None else _drawn(scores, temperature, uniform[:, slot]))
-        previous = columns[-1] if draft_to_target is None else columns[-1] + draft_to_target[columns[-1]]
-        tokens.append(previous)
-        logits.append(scores)
-    empty = anchors.new_empty(base_logits.shape[:2])
-    return (
-        torch.stack(columns, dim=1) if columns else empty,
-        torch.stack(tokens, dim=1) if tokens else empty.clone(),
-        torch.stack(logits, dim=1) if logits and keep_logits else _no_logits(base_logits, keep_logits),
-        torch.stack(confidences, dim=1) if confidences else _no_confidence(base_logits, confidence_weight),
-    )
+        hidden, embedded = inputs.hidden[:, slot], nn.functional.embedding(previous, inputs.w1)
+        latent, state = markov_latent(inputs.kind, embedded, hidden, state, inputs.mixer_weight, inputs.mixer_bias)
+        scores = base_logits[:, slot] + nn.functional.linear(latent, inputs.w2)
+        if weight is not None:
+            read = torch.cat([hidden, embedded], dim=-1)[:, : len(weight)]
+            confidence[:, slot] = read.float() @ weight.float() + inputs.confidence_bias.float()  # type: ignore[union-attr]
+        if inputs.keep_logits:
+            logits[:, slot] = scores
+        chosen = scores.max(-1).indices if uniform is None else _drawn(scores, inputs.temperature, uniform[:, slot])
+        previous = chosen if offsets is None else chosen + offsets[chosen]
+        columns[:, slot], tokens[:, slot] = chosen, previous
+    return outputs
 
 
 def empty_outputs(base_logits: torch.Tensor, confidence_weight: torch.Tensor | None, *, with_logits: bool) -> Outputs:
     """What a block's results are written to. Those that there are none of have no elements."""
     columns = base_logits.new_empty(base_logits.shape[:2], dtype=torch.long)
-    confidence = _no_confidence(base_logits, confidence_weight)
-    return columns, torch.empty_like(columns), _no_logits(base_logits, with_logits), confidence
-
-
-def _no_logits(base_logits: torch.Tensor, keep_logits: bool) -> torch.Tensor:
-    return base_logits.new_empty(base_logits.shape if keep_logits else (0,))
-
-
-def _no_confidence(base_logits: torch.Tensor, confidence_weight: torch.Tensor | None) -> torch.Tensor:
-    return base_logits.new_empty((0,) if confidence_weight is None else base_logits.shape[:2], dtype=torch.float32)
+    logits = base_logits.new_empty(base_logits.shape if with_logits else (0,))
+    confidence_shape = (0,) if confidence_weight is None else base_logits.shape[:2]
+    return columns, torch.empty_like(columns), logits, base_logits.new_empty(confidence_shape, dtype=torch.float32)
 
 
 def _drawn(scores: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
@@ -97,4 +110,4 @@ def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tens
     return high >> 16, ((high & _SIXTEEN) << 16) | (low & _SIXTEEN)
 
 
-__all__ = ["Outputs", "empty_outputs", "head_in_torch", "philox_uniform"]
+__all__ = ["HeadInputs", "Outputs", "empty_outputs", "head_in_torch", "philox_uniform"]

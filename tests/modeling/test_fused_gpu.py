@@ -14,6 +14,7 @@ from modeling_dspark.fused_build_dspark import BuildError
 from modeling_dspark.fused_head_dspark import BlockTokens, fused_block
 from modeling_dspark.fused_nvcc_dspark import NvccKernels
 from modeling_dspark.fused_nvrtc_dspark import NvrtcKernels
+from modeling_dspark.fused_reference_dspark import HeadInputs
 from tests.modeling.test_fused_head import DTYPES, KINDS, check, first_of_the_highest, random_heads
 
 
@@ -51,9 +52,8 @@ def on_gpu(heads, inputs):
 
 
 def run(backend, heads, inputs, *, temperature=0.0, seed=0, keep_logits=True):
-    named = dict(zip(("base_logits", "hidden", "anchors"), inputs, strict=True))
     call = {"temperature": temperature, "seed": seed, "keep_logits": keep_logits}
-    return BlockTokens(*backend(**named, **heads, **call))
+    return BlockTokens(*backend(HeadInputs(*inputs, **heads, **call)))
 
 
 def on_cpu(block):
