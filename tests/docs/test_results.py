@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.head import head_table
 from benchmarks.report import speed_tables
 from benchmarks.throughput_summary import throughput_table
 
@@ -44,3 +45,19 @@ def test_quoted_throughput(page):
     report = json.loads((ROOT / "benchmarks" / "results" / "throughput.json").read_text())
     assert throughput_table(report) in (ROOT / page).read_text()
     assert [level["concurrency"] for level in report["levels"]] == [1, 2, 4, 8, 16, 32]
+
+
+def test_quoted_speed_of_the_fused_head():
+    report = json.loads((ROOT / "benchmarks" / "results" / "head.json").read_text())
+    assert head_table(report["results"]) in (ROOT / "docs" / "fused-head.md").read_text()
+    least = {
+        ("bfloat16", 49152, 1): 2.5,
+        ("bfloat16", 151936, 1): 2.0,
+        ("float32", 49152, 1): 1.3,
+        ("float32", 151936, 1): 1.1,
+    }
+    for case in report["results"]:
+        bound = least.get(
+            (case["dtype"], case["vocabulary"], case["rows"]), 2.0 if case["dtype"] == "bfloat16" else 1.0
+        )
+        assert case["ratio"] >= (bound if case["temperature"] == 0 else 1.5)

@@ -460,7 +460,9 @@ class TestOperation:
         expected = fused_block(heads, *inputs)
         for name, argument in [("same_copy", ""), ("other_copy", "    speed: float = 1.0,\n")]:
             shutil.copytree(ROOT / "modeling_dspark", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-            (tmp_path / name / "__init__.py").write_text("")  # or Transformers would take its classes for the drafter's
+            (tmp_path / name / "__init__.py").write_text(
+                ""
+            )  # or Transformers would take its classes for the drafter's
             code = (tmp_path / name / "fused_head_dspark.py").read_text()
             changed = code.replace("    keep_logits: bool,\n) ->", f"    keep_logits: bool,\n{argument}) ->")
             changed = changed.replace("HeadInputs(**locals())", "HeadInputs(*list(locals().values())[:14])")
