@@ -70,7 +70,7 @@ class CpuBackend:
 
         Raises:
             LaunchError: if the machine lacks the instruction set.
-            ValueError: if an anchor is no token of the target.
+            ValueError: if an anchor, or a draft token, is no token of the target.
         """
         packed.isa, packed.threads = self._isa, torch.get_num_threads()
         refusal = self._library.dspark_head_cpu(ctypes.byref(packed))
@@ -79,6 +79,8 @@ class CpuBackend:
         if refusal == 2:
             anchors = (ctypes.c_int64 * packed.rows).from_address(packed.anchors)
             raise ValueError(f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {list(anchors)}.")
+        if refusal == 3:
+            raise ValueError(f"`draft_to_target` leads to tokens beyond the target's {packed.target_vocabulary}.")
 
 
 class GpuBackend:
@@ -215,7 +217,7 @@ def give_up(backend: Backend, error: Exception) -> None:
 
 
 def _names(device: torch.device) -> tuple[str, ...]:
-    choice = os.environ.get("DSPARK_FUSED_HEAD", "auto")
+    choice = os.environ.get("DSPARK_FUSED_HEAD") or "auto"
     if choice not in CHOICES:
         raise ValueError(f"The environment variable DSPARK_FUSED_HEAD must be one of {CHOICES}, got {choice!r}.")
     there: tuple[str, ...] = ()

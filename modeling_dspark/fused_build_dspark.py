@@ -74,9 +74,10 @@ def load_built(
     if file not in _loaded:
         try:
             _loaded[file] = _find(file) or _build(file, compile_in, f"Building {name} in %s (once, {lasts}).", needs)
-        except BuildError as error:
-            _failed[file] = error
-            raise
+        except (BuildError, OSError) as error:  # a full disk, a lock that cannot be opened
+            way_out = "set DSPARK_CACHE to a folder that can be written to"
+            _failed[file] = error if isinstance(error, BuildError) else BuildError(f"{error}; {way_out}")
+            raise _failed[file] from error
     return _loaded[file]
 
 
@@ -154,7 +155,9 @@ def _is_own(folder: Path) -> bool:
 def _find(file: str) -> ctypes.CDLL | None:
     for folder in _folders():
         path = folder / file
-        if path.is_file() and _is_own(folder):
+        with contextlib.suppress(OSError):  # a folder that may not be looked into
+            if not (path.is_file() and _is_own(folder)):
+                continue
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:

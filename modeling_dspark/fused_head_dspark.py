@@ -52,7 +52,11 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
     their weights: with an adapter, a hook, quantised, or with a `head_step` of the user's own.
     """
     head, confidence = drafter.markov_head, drafter.confidence_head
-    if head is None or not getattr(drafter.head_step, "fusable", False):
+    own = vars(drafter)  # what a user has put in the place of a method, which may carry its attributes
+    is_ours = (
+        getattr(type(drafter).head_step, "fusable", False) and "head_step" not in own and "to_target_ids" not in own
+    )
+    if head is None or not is_ours:
         return None
     if not all(_is_plain(part) for part in (head, confidence) if part is not None):
         return None
@@ -71,8 +75,8 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
     if not serves(base_logits, *weights.values()):
         logger.warning_once(
             f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
-            f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) in one dtype, which is fp32, bf16 or "
-            "fp16. Load both models in one dtype."
+            f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) on one device and in one dtype, which is "
+            "fp32, bf16 or fp16. Load both models in one dtype."
         )
         return None
     offsets = drafter.d2t if drafter.config.draft_vocab_size is not None else None
@@ -85,7 +89,8 @@ def _is_plain(head: nn.Module) -> bool:
         (type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in ("MarkovHead", "ConfidenceHead"))
         and not module._forward_hooks
         and not module._forward_pre_hooks
-        and "forward" not in vars(module)  # as of accelerate's hooks
+        and not any(map(callable, vars(module).values()))  # a `forward` of accelerate's, a `step` of a user's
+        and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         for module in head.modules()
     )
 
@@ -111,9 +116,10 @@ def fused_block(
         seed (`int`, *optional*, defaults to `0`): Of the draws.
         keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
     """
-    columns, tokens, logits, confidence = _operation(
-        base_logits, hidden, anchors, **heads, temperature=temperature, seed=seed, keep_logits=keep_logits
-    )
+    with torch.no_grad():  # choices have no gradient
+        columns, tokens, logits, confidence = _operation(
+            base_logits, hidden, anchors, **heads, temperature=temperature, seed=seed, keep_logits=keep_logits
+        )
     has_confidence = heads["confidence_weight"] is not None
     return BlockTokens(columns, tokens, logits if keep_logits else None, confidence if has_confidence else None)
 
@@ -160,6 +166,11 @@ def _check_shapes(inputs: HeadInputs) -> None:
             f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {inputs.temperature}."
         )
     (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
+    if vocabulary == 0 or rank == 0 or (inputs.draft_to_target is None and vocabulary > len(inputs.w1)):
+        raise ValueError(
+            f"`base_logits` must have columns, `w2` a rank, and `w1` a row for each column, got {vocabulary}, {rank} and "
+            f"{len(inputs.w1)}."
+        )
     units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
     expected = {
         "hidden": (rows, slots, size),

@@ -88,7 +88,8 @@ def _drawn(scores: torch.Tensor, temperature: float, uniform: torch.Tensor) -> t
     cumulative = (scores.float() / temperature).softmax(dim=-1).double().cumsum(dim=-1)
     level = uniform[:, None] * cumulative[:, -1:]
     level = torch.minimum(level, torch.nextafter(cumulative[:, -1:], torch.zeros_like(level)))
-    return torch.searchsorted(cumulative, level, right=True).squeeze(1)
+    place = torch.searchsorted(cumulative, level, right=True).squeeze(1)
+    return place.clamp(max=scores.shape[1] - 1)  # where no level is a number
 
 
 def philox_uniform(seed: int, num_rows: int, num_slots: int) -> torch.Tensor:

@@ -134,6 +134,7 @@ struct Workspace {
   std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
   std::vector<int32_t> best_column;
   std::vector<double> sums;
+  int32_t failed = 0;  // whether a draft token was none of the target's
 };
 
 // Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and slot alone.
@@ -197,7 +198,7 @@ extern "C" int dspark_head_best_isa() {
 #endif
 }
 
-// Returns 0, 1 for an instruction set or dtype it does not serve, or 2 for an anchor that is no token of the target.
+// Returns 0, 1 for an instruction set or dtype it does not serve, 2 for an anchor and 3 for a draft token that is none of the target's.
 extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
   const Arguments &a = *arguments;
   const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
@@ -206,10 +207,13 @@ extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
     if (a.anchors[row] < 0 || a.anchors[row] >= a.target_vocabulary) return 2;
   }
   Workspace workspace(a);
-#define DSPARK_RUN(set)                                              \
-  return a.dtype == 0   ? (set::Head<float>(a, workspace).run(), 0)  \
-         : a.dtype == 1 ? (set::Head<bf16>(a, workspace).run(), 0)   \
-                        : (set::Head<fp16>(a, workspace).run(), 0)
+#define DSPARK_RUN(set)                                        \
+  do {                                                         \
+    if (a.dtype == 0) set::Head<float>(a, workspace).run();    \
+    if (a.dtype == 1) set::Head<bf16>(a, workspace).run();     \
+    if (a.dtype == 2) set::Head<fp16>(a, workspace).run();     \
+    return workspace.failed ? 3 : 0;                           \
+  } while (false)
 #ifdef DSPARK_HAS_X86_SETS
   if (isa == 3) DSPARK_RUN(avx512bf16);
   if (isa == 2) DSPARK_RUN(avx512);
@@ -362,7 +366,8 @@ class Head {
         rounded(reinterpret_cast<T *>(workspace.rounded.data())),
         ending(reinterpret_cast<T *>(workspace.ending.data())),
         best_column(workspace.best_column.data()),
-        sums(workspace.sums.data()) {
+        sums(workspace.sums.data()),
+        failed(workspace.failed) {
     const int64_t begin = a.vocabulary / kLanes * kLanes;
     for (int64_t i = 0; i < (a.vocabulary - begin) * a.rank; ++i) ending[i] = w2[begin * a.rank + i];
   }
@@ -419,7 +424,11 @@ class Head {
 
   // W1 of the token before the slot, and the confidence logit, which knows no later token.
   void embed(int64_t row, int64_t slot) {
-    const int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+    int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+    if (token < 0 || token >= a.target_vocabulary) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      token = 0;
+    }
     for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
     if (!a.confidence_weight) return;
     const T *weight = static_cast<const T *>(a.confidence_weight);
@@ -673,6 +682,7 @@ class Head {
   T *rounded, *ending;
   int32_t *best_column;
   double *sums;
+  int32_t &failed;
 };
 
 }  // namespace DSPARK_ISA

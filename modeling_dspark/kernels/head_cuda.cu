@@ -186,9 +186,8 @@ __device__ inline int64_t token_of(const Arguments &a, int64_t column) {
 
 // The token before a slot. The one of the slot before is the winner of a phase that has ended.
 __device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t slot) {
-  if (slot) return token_of(a, column_of(load_now(key_at(a, row, slot - 1))));
-  const int64_t anchor = a.anchors[row];
-  return anchor < 0 ? 0 : anchor < a.target_vocabulary ? anchor : a.target_vocabulary - 1;
+  const int64_t token = slot ? token_of(a, column_of(load_now(key_at(a, row, slot - 1)))) : a.anchors[row];
+  return token < 0 ? 0 : token < a.target_vocabulary ? token : a.target_vocabulary - 1;  // never beyond W1
 }
 
 // All blocks wait here for all others; only in a cooperative launch, where all of them run. `goal` counts arrivals.

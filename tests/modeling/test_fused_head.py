@@ -1,5 +1,6 @@
 """The fused sequential head against fp64 arithmetic, its draws against their distribution, and its build against mishaps."""
 
+import functools
 import importlib
 import itertools
 import os
@@ -344,6 +345,34 @@ class TestOperation:
         with pytest.raises(ValueError, match=r"`anchors` are tokens from 0 to 62, got \[5, 63\]"):
             fused_block(heads, base, hidden, torch.tensor([5, 63]))
 
+    @pytest.mark.parametrize("offset", [1000, 10**12, -5])
+    def test_draft_tokens_that_are_not_the_targets_are_refused(self, offset, library):
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32, reduced=True)
+        heads["draft_to_target"].fill_(offset)
+        heads["w2"][4:] = 0
+        inputs[0][..., 4:] = -1e9  # columns 0 to 3 win
+        with pytest.raises(ValueError, match="`draft_to_target` leads to tokens beyond the target's 126"):
+            fused_block(heads, *inputs)
+
+    def test_sizes_that_make_no_sense_are_refused(self):
+        heads, (base, hidden, anchors) = random_heads("vanilla", SHAPES[1], torch.float32)
+        with pytest.raises(ValueError, match="`base_logits` must have columns"):
+            fused_block(heads | {"w2": heads["w2"][:0]}, base[..., :0], hidden, anchors)
+        with pytest.raises(ValueError, match="a row for each column"):
+            fused_block(heads | {"w1": heads["w1"][:9]}, base, hidden, anchors)
+
+    def test_choices_have_no_gradient(self, library):
+        heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+        heads["w2"].requires_grad_(True)
+        assert not fused_block(heads, *inputs, keep_logits=True).logits.requires_grad
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    def test_pytorch_draws_some_column_from_logits_that_are_no_numbers(self, value, monkeypatch):
+        monkeypatch.setenv("DSPARK_FUSED_HEAD", "torch")
+        heads, (base, hidden, anchors) = random_heads("vanilla", SHAPES[1], torch.float32)
+        block = fused_block(heads, base.fill_(value), hidden, anchors, temperature=0.7)
+        assert (block.columns < SHAPES[1][0]).all()
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_other_dtypes_within_a_block_are_pytorchs_business(self, kind, library):
         """Weights of the confidence head in fp32; and autocast around fp32 weights."""
@@ -424,7 +453,26 @@ class TestOperation:
         def offloading(drafter):
             drafter.markov_head.markov_w2.forward = drafter.markov_head.markov_w2.forward
 
-        for change in (adapter, hook, parametrization, offloading):
+        def method_of_the_users_own(drafter):
+            drafter.head_step = functools.wraps(drafter.head_step)(lambda *arguments: None)
+
+        def step_of_the_users_own(drafter):
+            drafter.markov_head.step = lambda *arguments: None
+
+        def quantisation(drafter):
+            weight = drafter.markov_head.markov_w2.weight
+            drafter.markov_head.markov_w2._parameters["weight"] = type("Quantised", (nn.Parameter,), {})(weight.data)
+
+        changes = (
+            adapter,
+            hook,
+            parametrization,
+            offloading,
+            method_of_the_users_own,
+            step_of_the_users_own,
+            quantisation,
+        )
+        for change in changes:
             drafter = tiny_drafter(target)
             assert fusable_heads(drafter, logits) is not None
             change(drafter)
@@ -538,6 +586,10 @@ class TestBuilding:
         said = self.output(self.process(tmp_path / "file" / "cache", TMPDIR=str(tmp_path)))
         assert "Building dspark_head" in said
         assert list(tmp_path.glob("dspark-kernels-*/*.so"))
+
+    def test_a_path_that_the_system_refuses_is_passed_over(self, tmp_path, library):
+        said = self.output(self.process(tmp_path / ("n" * 300), TMPDIR=str(tmp_path)))
+        assert f"Building dspark_head in {tmp_path}/dspark-kernels-" in said
 
     @pytest.mark.parametrize("environment", [{"CXX": "/nowhere/g++"}, {"PATH": "/nowhere"}], ids=["compiler", "ninja"])
     def test_without_tools_the_head_is_pytorchs(self, environment, tmp_path):
