@@ -162,6 +162,7 @@ inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
 #undef DSPARK_ISA
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define DSPARK_F16C
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define DSPARK_ISA avx2
@@ -184,6 +185,7 @@ inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
 #undef DSPARK_DOT_BF16
 #undef DSPARK_ISA
 #pragma GCC pop_options
+#undef DSPARK_F16C
 #define DSPARK_HAS_X86_SETS
 #endif
 
@@ -249,6 +251,14 @@ inline floats load(const bf16 *source) {
 }
 inline floats load(const fp16 *source) {
   floats vector;
+#ifdef DSPARK_F16C
+  const __m128i *halves_of = reinterpret_cast<const __m128i *>(source);
+  for (int half = 0; half < 2; ++half) {
+    const __m256 widened = _mm256_cvtph_ps(_mm_loadu_si128(halves_of + half));
+    std::memcpy((float *)&vector + 8 * half, &widened, sizeof widened);
+  }
+  return vector;
+#endif
   for (int lane = 0; lane < kLanes; ++lane) vector[lane] = widen(source[lane]);
   return vector;
 }
