@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .fused_build_dspark import BuildError, load_library
-from .fused_launch_dspark import HeadArguments, Kernels, LaunchError, launch, scratch_bytes
+from .fused_launch_dspark import KINDS, HeadArguments, Kernels, LaunchError, launch, scratch_bytes
 from .fused_nvcc_dspark import NvccKernels
 from .fused_nvrtc_dspark import NvrtcKernels
 from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs
@@ -25,7 +25,6 @@ from .fused_sources_dspark import HEAD_CPU, HEAD_CUDA
 logger = logging.get_logger(__name__)
 
 CHOICES = ("auto", "cpu", "cuda", "nvrtc", "torch")
-_KINDS = {"vanilla": 0, "gated": 1, "rnn": 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -105,11 +104,11 @@ class GpuBackend:
         """A block on the current stream."""
         device = inputs.base_logits.device
         with torch.cuda.device(device):
-            packed, outputs, alive = pack(inputs, with_logits=inputs.keep_logits)
+            packed, outputs, _alive = pack(inputs, with_logits=inputs.keep_logits)
             size = scratch_bytes(packed.rows, packed.slots, packed.rank, inputs.kind)
             scratch = torch.zeros(size, dtype=torch.uint8, device=device)
             packed.scratch = scratch.data_ptr()
-            vectors = [packed.w1, packed.w2, packed.rank * alive[0].element_size()]
+            vectors = [packed.w1, packed.w2, packed.rank * inputs.w1.element_size()]
             packed.aligned = all(number % 16 == 0 for number in vectors)
             stream = torch.cuda.current_stream(device).cuda_stream
             stepwise = self._stepwise or torch.cuda.is_current_stream_capturing()
@@ -125,7 +124,7 @@ class GpuBackend:
 
 
 def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
-    """Arguments for a kernel, what it writes to, and the tensors whose addresses it has, those of `w1` first."""
+    """Arguments for a kernel, what it writes to, and the tensors whose addresses it has."""
     base_logits, hidden, confidence = inputs.base_logits, inputs.hidden, inputs.confidence_weight
     rows, slots, vocabulary = base_logits.shape
     if hidden.stride()[1:] != (hidden.shape[2], 1):
@@ -155,10 +154,9 @@ def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outpu
         mixer_row_stride=0 if inputs.mixer_weight is None else inputs.mixer_weight.shape[1],
         temperature=inputs.temperature,
         seed=inputs.seed % 2**64,
-        kind=_KINDS[inputs.kind],
+        kind=KINDS.index(inputs.kind),
         confidence_reads_tokens=confidence is not None and len(confidence) > hidden.shape[2],
         dtype=_DTYPES[base_logits.dtype],
-        isa=-1,
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
     )
     return arguments, outputs, [tensor for tensor in tensors.values() if tensor is not None]
@@ -173,11 +171,8 @@ def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         of_hidden, of_tokens = weight[:, :size], weight[:, size:]
     else:  # [state, previous, hidden]
         of_tokens, of_hidden = weight[:, :-size], weight[:, -size:]
-    product = nn.functional.linear(hidden, of_hidden, inputs.mixer_bias)
-    return {
-        "mixer_hidden": product.to(hidden.dtype).contiguous(),
-        "mixer_weight": of_tokens,
-    }  # autocast has its own dtype
+    product = nn.functional.linear(hidden, of_hidden, inputs.mixer_bias).to(hidden.dtype)  # autocast has its own
+    return {"mixer_hidden": product.contiguous(), "mixer_weight": of_tokens}
 
 
 _lock = threading.Lock()

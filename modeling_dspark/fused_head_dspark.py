@@ -191,7 +191,8 @@ def _check_shapes(inputs: HeadInputs) -> None:
 
 
 def _fake(*arguments: Any) -> Outputs:
-    return empty_outputs(arguments[0], arguments[7], with_logits=arguments[-1])  # confidence_weight and keep_logits
+    inputs = HeadInputs(*arguments)
+    return empty_outputs(inputs.base_logits, inputs.confidence_weight, with_logits=inputs.keep_logits)
 
 
 def _registered(library: torch.library.Library) -> Callable[..., Outputs]:

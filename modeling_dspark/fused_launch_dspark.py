@@ -5,7 +5,7 @@ fp32), that a pass over W2 serves.
 """
 
 import ctypes
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from .fused_build_dspark import BuildError
 
@@ -13,7 +13,7 @@ from .fused_build_dspark import BuildError
 THREADS = 256  # of a block
 _LANES = 32  # threads of a warp
 _COLUMNS = 16  # of W2, that a warp takes at a time
-_KINDS = ("vanilla", "gated", "rnn")  # by the code in `HeadArguments.kind`
+KINDS = ("vanilla", "gated", "rnn")  # by the code in `HeadArguments.kind`
 _DTYPES = ("fp32", "bf16", "fp16")
 _WEIGHT_BYTES = (4, 2, 2)
 
@@ -42,12 +42,23 @@ class HeadArguments(ctypes.Structure):
     ]
 
 
-class Kernels(Protocol):
+class Kernels(ABC):
     """Compiled kernels on one device. It is current, and its context is bound by work that this thread gave it before."""
+
+    def __init__(self) -> None:
+        self._occupancies: dict[tuple[int, int, int, int], int] = {}  # each is asked for once
 
     def occupancy(self, dtype: int, tiles: int, threads: int, shared_bytes: int) -> int:
         """Blocks that a multiprocessor holds at a time. From then on, launches may take this much shared memory."""
+        key = (dtype, tiles, threads, shared_bytes)
+        if key not in self._occupancies:
+            sizes = [size for *kernel, _, size in self._occupancies if kernel == [dtype, tiles]]
+            self._occupancies[key] = self._allow(*key)
+            if max(sizes, default=0) > shared_bytes:  # what was allowed last holds, and less must not take away
+                self._allow(dtype, tiles, threads, max(sizes))
+        return self._occupancies[key]
 
+    @abstractmethod
     def launch(
         self,
         dtype: int,
@@ -64,25 +75,9 @@ class Kernels(Protocol):
     ) -> None:
         """Queue the phases from `first` to before `last`; more than one of them need a cooperative launch."""
 
-
-class CompiledKernels:
-    """Asks for the occupancy of each kernel and size once."""
-
-    def __init__(self) -> None:
-        self._occupancies: dict[tuple[int, int, int, int], int] = {}
-
-    def occupancy(self, dtype: int, tiles: int, threads: int, shared_bytes: int) -> int:
-        key = (dtype, tiles, threads, shared_bytes)
-        if key not in self._occupancies:
-            sizes = [size for *kernel, _, size in self._occupancies if kernel == [dtype, tiles]]
-            self._occupancies[key] = self._allow(*key)
-            if max(sizes, default=0) > shared_bytes:  # what was allowed last holds, and less must not take away
-                self._allow(dtype, tiles, threads, max(sizes))
-        return self._occupancies[key]
-
+    @abstractmethod
     def _allow(self, dtype: int, tiles: int, threads: int, shared_bytes: int) -> int:
         """Let a kernel take this much shared memory, and say how many blocks of it a multiprocessor holds."""
-        raise NotImplementedError
 
 
 def kernel_name(dtype: int, tiles: int) -> str:
@@ -173,7 +168,7 @@ def launch(
     size = shared_bytes(dtype, tiles, rank)
     resident = num_multiprocessors * kernels.occupancy(dtype, tiles, THREADS, size)
     useful = -(-arguments.vocabulary // (_COLUMNS * (THREADS // _LANES)))
-    phases = arguments.slots * (1 if _KINDS[arguments.kind] == "vanilla" else 2) + 1
+    phases = arguments.slots * (1 if KINDS[arguments.kind] == "vanilla" else 2) + 1
     step = 1 if stepwise else phases
     for first in range(0, phases, step):
         kernels.launch(
@@ -191,8 +186,8 @@ def launch(
 
 
 __all__ = [
+    "KINDS",
     "THREADS",
-    "CompiledKernels",
     "HeadArguments",
     "Kernels",
     "LaunchError",

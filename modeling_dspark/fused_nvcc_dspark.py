@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .fused_build_dspark import BuildError, compile_extension, load_built
-from .fused_launch_dspark import CompiledKernels, HeadArguments, LaunchError, architecture, kernel_name
+from .fused_launch_dspark import HeadArguments, Kernels, LaunchError, architecture, kernel_name
 
 
 _NAME = "dspark_head_cuda"
@@ -43,7 +43,7 @@ class Toolkit(NamedTuple):
     version: str
 
 
-class NvccKernels(CompiledKernels):
+class NvccKernels(Kernels):
     """Kernels built by nvcc, for the device that is current; one object a device.
 
     Args:

@@ -14,8 +14,8 @@ import torch
 
 from .fused_build_dspark import BuildError, digest, keep, read_kept
 from .fused_launch_dspark import (
-    CompiledKernels,
     HeadArguments,
+    Kernels,
     LaunchError,
     architecture,
     kernel_macros,
@@ -29,7 +29,7 @@ _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-class NvrtcKernels(CompiledKernels):
+class NvrtcKernels(Kernels):
     """Kernels compiled by NVRTC, for the device that is current; one object a device.
 
     Args:

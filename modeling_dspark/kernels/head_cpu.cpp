@@ -255,9 +255,9 @@ inline floats load(const fp16 *source) {
     const __m256 widened = _mm256_cvtph_ps(_mm_loadu_si128(halves_of + half));
     std::memcpy((float *)&vector + 8 * half, &widened, sizeof widened);
   }
-  return vector;
-#endif
+#else
   for (int lane = 0; lane < kLanes; ++lane) vector[lane] = widen(source[lane]);
+#endif
   return vector;
 }
 
@@ -679,7 +679,6 @@ class Head {
   }
 
   void choose(int64_t row, int64_t slot, int64_t column) {
-    if (column >= a.vocabulary) column = 0;  // no logit is a number
     a.columns[row * a.slots + slot] = column;
     a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
   }
