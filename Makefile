@@ -35,7 +35,7 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 -m slow tests $(ARGS)
 
-# About four minutes on a machine with a GPU and a CUDA build of torch.
+# About four minutes on a machine with a GPU and a CUDA build of torch. Writes benchmarks/results/head_cuda.json.
 test-gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m gpu tests $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m hub_upload package hub_upload/repos/$(DRAFTER) build/$(DRAFTER) --overwrite

@@ -12,6 +12,7 @@ to queue them is not in it; PyTorch's operations are timed as they are queued, w
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -31,7 +32,7 @@ from benchmarks.report import markdown_table, write_json
 
 HERE = Path(__file__).parent
 CASES = {
-    "cpu": {"vocabulary": [49152, 151936], "rows": [1, 4], "dtype": ["bfloat16", "float32"]},
+    "cpu": {"vocabulary": [49152, 151936], "rows": [1, 4], "dtype": ["bfloat16", "float16", "float32"]},
     "cuda": {"vocabulary": [49152, 151936, 262144], "rows": [1, 4, 16, 64], "dtype": ["bfloat16"]},
 }
 DEFINITIONS = {
@@ -51,13 +52,17 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. What is not given depends on the device."""
     parser = argparse.ArgumentParser("python -m benchmarks.head", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="its code is run; a folder or a Hub id")
-    parser.add_argument("--device", default="cpu", choices=tuple(CASES))
-    parser.add_argument("--vocabulary", type=positive_int, nargs="+", metavar="V")
-    parser.add_argument("--rows", type=positive_int, nargs="+", metavar="R")
-    parser.add_argument("--rank", type=positive_int, default=256)
-    parser.add_argument("--slots", type=positive_int, default=7, metavar="K")
-    parser.add_argument("--kinds", nargs="+", default=["vanilla"], choices=("vanilla", "gated", "rnn"))
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES)
+    parser.add_argument("--device", default="cpu", choices=tuple(CASES), help="where the head runs")
+    parser.add_argument(
+        "--vocabulary", type=positive_int, nargs="+", metavar="V", help=f"columns of W2 {_usual('vocabulary')}"
+    )
+    parser.add_argument("--rows", type=positive_int, nargs="+", metavar="R", help=f"rows of a block {_usual('rows')}")
+    parser.add_argument("--rank", type=positive_int, default=256, metavar="N", help="of the sequential head")
+    parser.add_argument("--slots", type=positive_int, default=7, metavar="K", help="draft tokens of a block")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["vanilla"], choices=("vanilla", "gated", "rnn"), help="of sequential heads"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help=f"of weights and logits {_usual('dtype')}")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="0: the highest logit")
     parser.add_argument(
         "--compiled", action="store_true", help="time PyTorch under torch.compile, too; on a GPU always"
@@ -73,6 +78,12 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     options.compiled = options.compiled or on_gpu
     options.output = options.output or str(HERE / "results" / ("head_cuda.json" if on_gpu else "head.json"))
     return options
+
+
+def _usual(name: str) -> str:
+    """The default of an option, for its help."""
+    cases = (f"{' '.join(map(str, values[name]))} ({device})" for device, values in CASES.items())
+    return f"(default: {', '.join(cases)})"
 
 
 def random_drafter(like: Any, *, vocabulary: int, rank: int, slots: int, kind: str, dtype: torch.dtype) -> Any:
@@ -103,7 +114,11 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
     anchors = torch.randint(len(weight), (rows,), device=weight.device)
     heads = fused.fusable_heads(drafter, base_logits)
     if heads is None:
-        raise ValueError("The fused head is not available here; see the warning above.")
+        chosen = os.environ.get("DSPARK_FUSED_HEAD", "auto")
+        raise ValueError(
+            f"There is no fused head for {weight.dtype} on {weight.device} with DSPARK_FUSED_HEAD={chosen}; a warning above "
+            "may say why."
+        )
     call = {"temperature": temperature, "seed": 1, "keep_logits": bool(temperature)}
     inputs = reference.HeadInputs(base_logits, hidden, anchors, **heads, **call)
 

@@ -1,17 +1,18 @@
 """What the fused head brings to whole rounds of decoding: the same calls with it and with the heads slot by slot.
 
     python -m benchmarks.head_rounds --threads 2
-    python -m benchmarks.head_rounds --rows 1 --temperature 0 --max-new-tokens 128
+    python -m benchmarks.head_rounds --rows 1 --temperature 0 --pairs 100
 
-Calls take turns on the same prompts. Whole blocks are verified in every round, so that a round is the same work both ways,
-and the seconds of a round are compared: the median of the paired ratios, and its interval by resampling the pairs.
+The heads change from round to round of a call, in the order A B B A, and two neighbours are a pair: they do the same work
+a few milliseconds apart, so that what else the machine does falls on both. Whole blocks are verified in every round.
+A round lasts from the start of its draft to the start of the next one, verification and all.
 """
 
 import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,17 +25,19 @@ from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
 from benchmarks.measure import left_padded
-from benchmarks.packed import add_packed_options, exit_status
+from benchmarks.packed import add_packed_options, code_of, exit_status
 from benchmarks.pair import HelpFormatter, Pair, describe_drafter, load_pair, load_prompts, positive_int, target_label
 from benchmarks.report import markdown_table, write_json
 
 
 HERE = Path(__file__).parent
 VARIABLE = "DSPARK_FUSED_HEAD"
-WAYS = {"slot by slot": "torch", "fused": "auto"}
+SLOTS, FUSED = "slot by slot", "fused"
 DEFINITIONS = {
-    "ms_a_round": "median milliseconds of a round (whole call, prefill included, over its rounds), by way",
-    "ratio": "median over pairs of (slot by slot / fused); above 1 the fused head is faster",
+    "pairs": "pairs of neighbouring rounds, one of each way, all rows in both",
+    "ms_a_round": "median milliseconds of a round, from the start of its draft to the start of the next one, by way",
+    "heads_ms": "median milliseconds of a round that its sequential and confidence head take, by way",
+    "ratio": "median over pairs of (slot by slot / fused) of the round; above 1 the fused head is faster",
     "interval": "95 % of that median by resampling the pairs",
 }
 
@@ -49,30 +52,85 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns`")
     group.add_argument("--rows", type=positive_int, nargs="+", default=[1, 8], metavar="R", help="prompts of a call")
     group.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="0: greedy")
-    group.add_argument("--pairs", type=positive_int, default=24, help="calls of each way")
+    group.add_argument("--pairs", type=positive_int, default=300, help="pairs of rounds")
     group.add_argument("--max-new-tokens", type=positive_int, default=48, help="length of every answer")
     group.add_argument("--output", default=str(HERE / "results" / "head_rounds.json"), help="the JSON file to write")
     return parser.parse_args(argv)
 
 
-@contextmanager
-def heads(choice: str) -> Iterator[None]:
-    """The environment with a choice of what the heads run on."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = choice
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
+class Rounds:
+    """The rounds of calls, whose heads take turns.
+
+    Attributes:
+        taken (`list[tuple[str, int, float, float]]`): Way, rows, and seconds of each round and of its heads.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, int, float, float]] = []
+        self._way, self._rows, self._begun, self._heads, self._number = "", 0, 0.0, 0.0, 0
+        chosen = os.environ.get(VARIABLE, "auto")
+        self._values = {SLOTS: "torch", FUSED: "auto" if chosen == "torch" else chosen}
+
+    @contextmanager
+    def of_call(self, drafting: Any) -> Iterator[None]:
+        """While this lasts, a call is watched; `drafting` is the drafter's module of that name."""
+        names = ("draft_block", "fused_block", "_slot_by_slot")
+        originals, environment_before = {name: getattr(drafting, name) for name in names}, os.environ.get(VARIABLE)
+        drafting.draft_block = self._starting(drafting.draft_block)
+        drafting.fused_block = self._timing(FUSED, drafting.fused_block)
+        drafting._slot_by_slot = self._timing(SLOTS, drafting._slot_by_slot)
+        self._way = ""  # the time since the call before is no round
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(drafting, name, original)
+            os.environ.pop(VARIABLE, None)
+            if environment_before is not None:
+                os.environ[VARIABLE] = environment_before
+
+    def _starting(self, draft_block: Callable) -> Callable:
+        def starting(*arguments: Any, **named: Any) -> Any:
+            now = perf_counter()
+            if self._way:
+                self.taken.append((self._way, self._rows, now - self._begun, self._heads))
+            self._way = (SLOTS, FUSED, FUSED, SLOTS)[self._number % 4]
+            self._rows, self._begun, self._heads = len(named["anchor_tokens"]), now, 0.0
+            self._number += 1
+            os.environ[VARIABLE] = self._values[self._way]
+            return draft_block(*arguments, **named)
+
+        return starting
+
+    def _timing(self, way: str, heads: Callable) -> Callable:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if way != self._way:
+                raise ValueError(f"The heads ran {way}, not {self._way}; a warning above may say why.")
+            begun = perf_counter()
+            made = heads(*arguments, **named)
+            self._heads += perf_counter() - begun
+            return made
+
+        return timed
 
 
-def seconds_of_a_round(pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int) -> float:
-    """Of one call. Texts do not end early, and the draws are the same each time as far as the way allows."""
-    torch.manual_seed(0)
+def pairs_of(taken: Sequence[tuple[str, int, float, float]], rows: int) -> list[dict[str, tuple[float, float]]]:
+    """Neighbours of different ways, with all rows in both: seconds of a round and of its heads, by way."""
+    found, waiting = [], None
+    for entry in taken:
+        if entry[1] != rows:
+            waiting = None
+        elif waiting is None or waiting[0] == entry[0]:
+            waiting = entry
+        else:
+            found.append({way: (seconds, heads) for way, _, seconds, heads in (waiting, entry)})
+            waiting = None
+    return found
+
+
+def generate(pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int) -> None:
+    """One call. Texts do not end early."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    begun = perf_counter()
     pair.target.generate(
         **left_padded(pair.target, prompts),
         assistant_model=pair.drafter,
@@ -81,27 +139,33 @@ def seconds_of_a_round(pair: Pair, prompts: Sequence[Sequence[int]], temperature
         eos_token_id=None,
         **sampling,
     )
-    return (perf_counter() - begun) / pair.drafter.last_run.rounds
 
 
 def measure(pair: Pair, prompts: list[list[int]], rows: int, temperature: float, options: argparse.Namespace) -> Any:
     """One case."""
-    batches = cycle(prompts)
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    for number in range(options.pairs + 1):  # the first pair warms up
-        batch = list(islice(batches, rows))
-        for name in sorted(WAYS, reverse=bool(number % 2)):
-            with heads(WAYS[name]):
-                passed = seconds_of_a_round(pair, batch, temperature, options.max_new_tokens)
-            if number:
-                seconds[name].append(passed)
-    ratios = np.array(seconds["slot by slot"]) / np.array(seconds["fused"])
+    drafting, batches = code_of(pair.drafter, "drafting_dspark"), cycle(prompts)
+    torch.manual_seed(0)
+    generate(pair, prompts[:1], temperature, options.max_new_tokens)  # warms up, and finds out what the target can do
+    found: list[dict[str, tuple[float, float]]] = []
+    with tqdm(total=options.pairs, desc=f"R={rows}, temperature {temperature:g}", leave=False) as bar:
+        while len(found) < options.pairs:
+            rounds = Rounds()
+            with rounds.of_call(drafting):
+                generate(pair, list(islice(batches, rows)), temperature, options.max_new_tokens)
+            new = pairs_of(rounds.taken, rows)
+            if not new:
+                raise ValueError(f"`--max-new-tokens {options.max_new_tokens}` gives no two whole rounds; take more.")
+            found += new
+            bar.update(len(new))
+    seconds = {way: np.array([pair[way] for pair in found]) for way in (SLOTS, FUSED)}
+    ratios = seconds[SLOTS][:, 0] / seconds[FUSED][:, 0]
     resampled = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
     return {
         "rows": rows,
         "temperature": temperature,
-        "pairs": options.pairs,
-        "ms_a_round": {name: round(1000 * statistics.median(values), 3) for name, values in seconds.items()},
+        "pairs": len(found),
+        "ms_a_round": {way: round(1000 * statistics.median(values[:, 0]), 3) for way, values in seconds.items()},
+        "heads_ms": {way: round(1000 * statistics.median(values[:, 1]), 3) for way, values in seconds.items()},
         "ratio": round(float(np.median(ratios)), 4),
         "interval": [round(float(edge), 4) for edge in np.quantile(np.median(resampled, axis=1), [0.025, 0.975])],
     }
@@ -116,12 +180,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = [pair.prompt_ids(record) for records in load_prompts(options.prompts).values() for record in records]
     cases = [(rows, temperature) for rows in options.rows for temperature in options.temperature]
     results = [measure(pair, prompts, *case, options) for case in tqdm(cases, desc="Cases")]
-    header = ["rows", "temperature", *(f"{name}, ms a round" for name in WAYS), "ratio", "interval"]
-    table = [
-        [case["rows"], case["temperature"], *case["ms_a_round"].values(), case["ratio"], case["interval"]]
-        for case in results
-    ]
-    print(markdown_table(header, table))
+    print(rounds_table(results))
     content = {
         "environment": facts,
         "target": target_label(options.target),
@@ -130,6 +189,24 @@ def run(options: argparse.Namespace) -> None:
         "results": results,
     }
     print(f"written to {write_json(options.output, content)}")
+
+
+def rounds_table(results: list[dict[str, Any]]) -> str:
+    """The cases as Markdown; what the documentation quotes."""
+    parts = {"ms_a_round": "ms a round", "heads_ms": "of which heads"}
+    header = [*(f"{label}, {way}" for label in parts.values() for way in (SLOTS, FUSED))]
+    table = [
+        [
+            case["rows"],
+            case["temperature"],
+            case["pairs"],
+            *(case[part][way] for part in parts for way in (SLOTS, FUSED)),
+            case["ratio"],
+            " to ".join(map(str, case["interval"])),
+        ]
+        for case in results
+    ]
+    return markdown_table(["rows", "temperature", "pairs", *header, "ratio", "interval"], table)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -180,9 +180,10 @@ def _at_once(
     made = fused_block(heads, base_logits, hidden, anchors, temperature=temperature, seed=seed, keep_logits=True)
     logits = made.logits.float().div_(temperature)  # type: ignore[union-attr]  # it was asked for
     unusable = ~logits.amax(dim=-1).isfinite()
-    if not unusable.any():
+    if logits.device.type == "cpu" and not unusable.any():  # asking a GPU would be waiting for it
         return made._replace(logits=logits)
-    logits[unusable] = _certain(logits[unusable])
+    logits.masked_fill_(unusable[..., None], -torch.inf)
+    logits[..., 0].masked_fill_(unusable, 0.0)
     columns = made.columns.masked_fill(unusable, 0)
     return made._replace(columns=columns, tokens=drafter.to_target_ids(columns), logits=logits)
 
@@ -226,7 +227,7 @@ def _slot_by_slot(
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    """A seed for draws by a counter, from the caller's source of randomness."""
+    """A seed for draws by a counter, from the caller's source of randomness; one on a GPU is waited for."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=device))
 

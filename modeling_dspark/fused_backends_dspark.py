@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .fused_build_dspark import BuildError, load_library
 from .fused_launch_dspark import KINDS, HeadArguments, Kernels, LaunchError, launch, scratch_bytes
-from .fused_nvcc_dspark import NvccKernels
+from .fused_nvcc_dspark import NoToolkitError, NvccKernels
 from .fused_nvrtc_dspark import NvrtcKernels
 from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs
 from .fused_sources_dspark import HEAD_CPU, HEAD_CUDA
@@ -26,6 +26,10 @@ logger = logging.get_logger(__name__)
 
 CHOICES = ("auto", "cpu", "cuda", "nvrtc", "torch")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NOT_COOPERATIVE = (
+    720,
+    801,
+)  # CUDA's errors for too many blocks at once, as on a GPU that is shared out; not supported
 
 
 class Backend(Protocol):
@@ -80,6 +84,8 @@ class CpuBackend:
             raise ValueError(f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {list(anchors)}.")
         if refusal == 3:
             raise ValueError(f"`draft_to_target` leads to tokens beyond the target's {packed.target_vocabulary}.")
+        if refusal:
+            raise LaunchError(f"no kernel for dtype {packed.dtype}")
 
 
 class GpuBackend:
@@ -114,10 +120,13 @@ class GpuBackend:
             stepwise = self._stepwise or torch.cuda.is_current_stream_capturing()
             try:
                 launch(self._kernels, packed, stream=stream, stepwise=stepwise, **self._sizes)
-            except LaunchError:
-                if stepwise:
+            except LaunchError as error:
+                if stepwise or error.code not in _NOT_COOPERATIVE:
                     raise
-                # A GPU that is shared out may have no room for all blocks at once. Nothing has run so far.
+                # Nothing has run so far.
+                logger.warning_once(
+                    f"The fused sequential head takes a launch a slot on {device}, not one a block: {error}."
+                )
                 launch(self._kernels, packed, stream=stream, stepwise=True, **self._sizes)
                 self._stepwise = True
         return outputs
@@ -177,6 +186,7 @@ def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
 
 _lock = threading.Lock()
 _made: dict[tuple[str, torch.device], Backend | None] = {}  # `None`: tried in vain
+_given_up: set[tuple[Backend, torch.dtype | None, int | None]] = set()
 _makers: dict[str, Callable[[torch.device], Backend]] = {
     "cpu": lambda _: CpuBackend(),
     "cuda": lambda device: GpuBackend(NvccKernels, device),
@@ -184,34 +194,12 @@ _makers: dict[str, Callable[[torch.device], Backend]] = {
 }
 
 
-def serves(*tensors: torch.Tensor | None) -> bool:
-    """Whether there may be a fused form for these tensors: all on one device, in one dtype that the kernels know."""
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None}
-    return len(kinds) == 1 and next(iter(kinds))[0] in _DTYPES
-
-
-def backend_for(device: torch.device) -> Backend | None:
-    """What to run on, or `None` for PyTorch.
+def backend_names(device: torch.device) -> tuple[str, ...]:
+    """What may serve a device, best first; none for PyTorch.
 
     Raises:
         ValueError: if `DSPARK_FUSED_HEAD` is none of the choices.
     """
-    names = _names(device)
-    for name in names:
-        if (found := _made.get((name, device))) is not None:
-            return found
-    return _make(names, device) if any((name, device) not in _made for name in names) else None
-
-
-def give_up(backend: Backend, error: Exception) -> None:
-    """Never take this backend again, and say why."""
-    for key, made in _made.items():
-        if made is backend:
-            _made[key] = None
-    _warn([str(error)])
-
-
-def _names(device: torch.device) -> tuple[str, ...]:
     choice = os.environ.get("DSPARK_FUSED_HEAD") or "auto"
     if choice not in CHOICES:
         raise ValueError(f"The environment variable DSPARK_FUSED_HEAD must be one of {CHOICES}, got {choice!r}.")
@@ -223,28 +211,63 @@ def _names(device: torch.device) -> tuple[str, ...]:
     return there if choice == "auto" else (choice,) if choice in there else ()
 
 
-def _make(names: tuple[str, ...], device: torch.device) -> Backend | None:
-    reasons = []
-    with _lock:
-        for name in names:
-            try:
-                if (name, device) not in _made:
-                    _made[name, device] = _makers[name](device)
-                if _made[name, device] is not None:
-                    return _made[name, device]
-            except (BuildError, LaunchError) as error:
-                _made[name, device] = None
-                reasons.append(f"{name}: {error}" if len(names) > 1 else str(error))
-    if reasons:
-        _warn(reasons)
+def serves(*tensors: torch.Tensor | None) -> bool:
+    """Whether there may be a fused form for these tensors: all on one device, in one dtype that the kernels know."""
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None}
+    return len(kinds) == 1 and next(iter(kinds))[0] in _DTYPES
+
+
+def backend_for(device: torch.device, dtype: torch.dtype | None = None, rank: int | None = None) -> Backend | None:
+    """What to run on, made if need be, or `None` for PyTorch.
+
+    Args:
+        device (`torch.device`): Where the tensors are.
+        dtype (`torch.dtype`, *optional*): Of the weights.
+        rank (`int`, *optional*): Of the Markov head. With a dtype, a backend that failed for both is passed over.
+
+    Raises:
+        ValueError: if `DSPARK_FUSED_HEAD` is none of the choices.
+    """
+    for name in (names := backend_names(device)):
+        key = (name, device)
+        found = _made[key] if key in _made else _make(*key, last=name == names[-1])
+        if found is not None and (found, dtype, rank) not in _given_up:
+            return found
     return None
 
 
-def _warn(reasons: list[str]) -> None:
+def give_up(backend: Backend, dtype: torch.dtype, rank: int, error: Exception) -> None:
+    """Never take this backend again for weights of this dtype and rank, and say why."""
+    _given_up.add((backend, dtype, rank))
+    _warn(str(error))
+
+
+def _make(name: str, device: torch.device, *, last: bool) -> Backend | None:
+    """A backend of this name, by one thread. Of those before the last, what was not there to be tried is not said."""
+    with _lock:
+        if (name, device) not in _made:
+            try:
+                _made[name, device] = _makers[name](device)
+            except (BuildError, LaunchError) as error:
+                _made[name, device] = None
+                if last:
+                    _warn(f"{name}: {error}")
+                elif isinstance(error, NoToolkitError):
+                    logger.info(f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}.")
+                else:
+                    logger.warning_once(
+                        f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}."
+                    )
+        return _made[name, device]
+
+
+def _warn(reason: str) -> None:
     logger.warning_once(
-        f"The fused sequential head is not used, and drafting is a little slower: {'; '.join(reasons)}. "
+        f"The fused sequential head is not used, and drafting is a little slower: {reason}. "
         "DSPARK_FUSED_HEAD=torch says that this is fine."
     )
 
 
-__all__ = ["CHOICES", "Backend", "CpuBackend", "GpuBackend", "backend_for", "give_up", "pack", "serves"]
+__all__ = [
+    "CHOICES", "Backend", "CpuBackend", "GpuBackend", "backend_for", "backend_names", "give_up", "pack", "serves",
+]  # fmt: skip

@@ -7,10 +7,14 @@ the lock is the operating system's, and a library gets its name when it is whole
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
 import platform
+import shlex
+import shutil
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +29,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _FLAGS = ["-O3", "-fno-math-errno", "-fopenmp", "-Wno-psabi"]
+_CPP_NEEDS = "a C++ compiler (g++ 12 or later) and ninja (`pip install ninja setuptools`) are needed"
+_NO_SPACE = "free some space, or set DSPARK_CACHE to a folder on another disk"
 _CHECKSUM = 32  # bytes
 _TELLING = ("error:", "fatal", "not found", "cannot find")
 _loaded: dict[str, ctypes.CDLL] = {}
@@ -49,8 +55,7 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
     def compile_in(scratch: Path) -> None:
         compile_extension(name, scratch, cpp_sources=[source], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"])
 
-    needs = "a C++ compiler (g++ 12 or later) and ninja (`pip install ninja setuptools`) are needed"
-    return load_built(name, [source, _FLAGS], compile_in, lasts="some seconds", needs=needs)
+    return load_built(name, [source, _FLAGS], compile_in, lasts="10 to 60 seconds", needs=_CPP_NEEDS)
 
 
 def load_built(
@@ -73,9 +78,11 @@ def load_built(
         raise _failed[file]
     if file not in _loaded:
         try:
-            _loaded[file] = _find(file) or _build(file, compile_in, f"Building {name} in %s (once, {lasts}).", needs)
+            announcement = f"Building {name} in %s, for faster drafting ({lasts}, once on this machine)."
+            _loaded[file] = _find(file) or _build(file, compile_in, announcement, needs)
         except (BuildError, OSError) as error:  # a full disk, a lock that cannot be opened
-            way_out = "set DSPARK_CACHE to a folder that can be written to"
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            way_out = _NO_SPACE if full else "set DSPARK_CACHE to a folder that can be written to"
             _failed[file] = error if isinstance(error, BuildError) else BuildError(f"{error}; {way_out}")
             raise _failed[file] from error
     return _loaded[file]
@@ -83,25 +90,39 @@ def load_built(
 
 def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
     """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder where no lock can be in the way."""
-    from torch.utils import cpp_extension  # needs setuptools, which not every environment has
+    with _build_environment():
+        _look_for_tools()
+        from torch.utils import cpp_extension  # needs setuptools, which not every environment has
 
-    with _scripts_on_path():
         cpp_extension.load_inline(
             name, build_directory=str(folder), is_python_module=False, no_implicit_headers=True, **arguments
         )
 
 
 @contextlib.contextmanager
-def _scripts_on_path() -> Iterator[None]:
-    """Finds the ninja that pip installed, also where this Python's environment is not activated."""
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = os.pathsep.join(filter(None, [before, sysconfig.get_path("scripts")]))
+def _build_environment() -> Iterator[None]:
+    """Finds the ninja that pip installed, also where this Python's environment is not activated, and takes any compiler.
+
+    Nothing of torch is linked, so it does not matter that a compiler is not the one that torch was built with.
+    """
+    before = {name: os.environ.get(name) for name in ("PATH", "TORCH_DONT_CHECK_COMPILER_ABI")}
+    os.environ["PATH"] = os.pathsep.join(filter(None, [before["PATH"], sysconfig.get_path("scripts")]))
+    os.environ["TORCH_DONT_CHECK_COMPILER_ABI"] = "1"
     try:
         yield
     finally:
-        os.environ.pop("PATH")
-        if before is not None:
-            os.environ["PATH"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _look_for_tools() -> None:
+    """Refuse early, with the name of what is missing."""
+    compiler = os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")  # as torch chooses
+    for tool in (shlex.split(compiler)[0], "ninja"):
+        if shutil.which(tool) is None:
+            raise BuildError(f"`{tool}` was not found")
 
 
 def digest(key: list[Any]) -> str:
@@ -199,7 +220,8 @@ def _compile(compile_in: Callable[[Path], None], path: Path, needs: str) -> None
             (library,) = Path(scratch).glob("*.so")  # torch numbers the names of libraries that a process builds again
             library.replace(path)
         except Exception as error:  # whatever a compiler, ninja or a full disk comes up with
-            raise BuildError(f"{_reason(error)}; {needs}") from error
+            way_out = _NO_SPACE if "No space left" in str(error) else needs
+            raise BuildError(f"{_reason(error)}; {way_out}") from error
 
 
 def _reason(error: Exception) -> str:

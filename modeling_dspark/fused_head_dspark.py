@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .fused_backends_dspark import backend_for, give_up, serves
+from .fused_backends_dspark import backend_for, backend_names, give_up, serves
 from .fused_build_dspark import BuildError
 from .fused_launch_dspark import LaunchError
 from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs, head_in_torch
@@ -70,14 +70,16 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
         "confidence_weight": None if confidence is None else confidence.proj.weight[0],
         "confidence_bias": None if confidence is None else confidence.proj.bias,
     }
-    if backend_for(base_logits.device) is None:
+    if not backend_names(base_logits.device):
         return None
     if not serves(base_logits, *weights.values()):
         logger.warning_once(
             f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
             f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) on one device and in one dtype, which is "
-            "fp32, bf16 or fp16. Load both models in one dtype."
+            "fp32, bf16 or fp16. Load both models with the same `dtype=`."
         )
+        return None
+    if backend_for(base_logits.device, base_logits.dtype, weights["w2"].shape[1]) is None:
         return None
     offsets = drafter.d2t if drafter.config.draft_vocab_size is not None else None
     return {**weights, "draft_to_target": offsets, "kind": head.kind}
@@ -111,10 +113,14 @@ def fused_block(
         heads (`dict`): Weights and kind, as `fusable_heads` gives them.
         base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
         hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
-        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids.
+        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids, on the same device.
         temperature (`float`, *optional*, defaults to `0.0`): Of the draws; 0 takes the highest logit.
         seed (`int`, *optional*, defaults to `0`): Of the draws.
         keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
+
+    Raises:
+        ValueError: if a shape or a device is not as it should be; on a CPU also if an anchor is no token of the target.
+            (A GPU takes the nearest token instead, since to ask would be to wait for it.)
     """
     with torch.no_grad():  # choices have no gradient
         columns, tokens, logits, confidence = _operation(
@@ -143,12 +149,12 @@ def _run(
     inputs = HeadInputs(**locals())
     _check_shapes(inputs)
     tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
-    backend = backend_for(base_logits.device) if serves(*tensors) else None
+    backend = backend_for(w2.device, w2.dtype, w2.shape[1]) if serves(*tensors) else None
     if backend is not None:
         try:
             return backend(inputs)
         except (BuildError, LaunchError) as error:
-            give_up(backend, error)
+            give_up(backend, w2.dtype, w2.shape[1], error)
     return head_in_torch(inputs)
 
 
@@ -188,6 +194,8 @@ def _check_shapes(inputs: HeadInputs) -> None:
         found = None if tensor is None else tuple(tensor.shape)
         if found != shape:
             raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
+        if tensor is not None and tensor.device != base_logits.device:
+            raise ValueError(f"`{name}` must be on {base_logits.device}, where `base_logits` is, got {tensor.device}.")
 
 
 def _fake(*arguments: Any) -> Outputs:

@@ -19,7 +19,15 @@ _WEIGHT_BYTES = (4, 2, 2)
 
 
 class LaunchError(RuntimeError):
-    """A kernel could not be loaded or launched; in CUDA's words."""
+    """A kernel could not be loaded or launched; in CUDA's words.
+
+    Attributes:
+        code (`int`): CUDA's number for it; 0 for what CUDA was not asked.
+    """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(f"{message} (CUDA error {code})" if code else message)
+        self.code = code
 
 
 class HeadArguments(ctypes.Structure):

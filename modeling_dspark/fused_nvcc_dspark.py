@@ -31,6 +31,10 @@ _NEEDS = (
 )
 
 
+class NoToolkitError(BuildError):
+    """There is nothing to build with, as on most machines."""
+
+
 class Toolkit(NamedTuple):
     """A CUDA toolkit.
 
@@ -91,7 +95,7 @@ class NvccKernels(Kernels):
         if error:
             self._library.cudaGetLastError()  # forgets it, or torch would take it for one of its own next kernel
             text = self._library.dspark_head_error(error).decode()
-            raise LaunchError(f"{kernel_name(dtype, tiles)}: {text} (CUDA error {error})")
+            raise LaunchError(f"{kernel_name(dtype, tiles)}: {text}", error)
 
 
 def build(source: str, capability: tuple[int, int]) -> ctypes.CDLL:
@@ -145,7 +149,7 @@ def find_toolkit() -> Toolkit:
     """The CUDA toolkit to build with: `CUDA_HOME`, `CUDA_PATH`, that of the nvcc on the path, the usual place, or wheels.
 
     Raises:
-        BuildError: if there is none with both nvcc and the header of the run time.
+        NoToolkitError: if there is none with both nvcc and the header of the run time.
     """
     looked = []
     for home in map(Path.absolute, _homes()):
@@ -155,7 +159,7 @@ def find_toolkit() -> Toolkit:
         if version := re.search(r"V(\d+\.\d+\.\d+)", answer):
             return Toolkit(home, version[1])
         looked.append(str(home))
-    raise BuildError(
+    raise NoToolkitError(
         "no CUDA toolkit with `bin/nvcc` and `include/cuda_runtime.h` was found "
         f"(looked in {', '.join(dict.fromkeys(looked)) or 'no place'}); install one, or set CUDA_HOME to it"
     )
@@ -186,4 +190,4 @@ def _ask(nvcc: Path, *arguments: str) -> str:
     return run.stdout + run.stderr
 
 
-__all__ = ["NvccKernels", "Toolkit", "build", "find_toolkit"]
+__all__ = ["NoToolkitError", "NvccKernels", "Toolkit", "build", "find_toolkit"]

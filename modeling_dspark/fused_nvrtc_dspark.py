@@ -95,7 +95,7 @@ class NvrtcKernels(Kernels):
         if error := getattr(self._driver, name)(*arguments):
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(text))
-            raise LaunchError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {error})")
+            raise LaunchError(f"{name}: {(text.value or b'unknown error').decode()}", error)
 
 
 class Nvrtc:

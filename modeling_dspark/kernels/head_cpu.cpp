@@ -106,17 +106,17 @@ inline fp16 narrow<fp16>(float value) {
   return {uint16_t(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13))};
 }
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t times_up(int64_t size, int64_t of) { return (size + of - 1) / of; }
+inline int64_t lower_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
 // What the threads share, apart from the arguments. The latent is padded with zeros to whole pairs of vectors.
 struct Workspace {
   explicit Workspace(const Arguments &a)
-      : tiles(times_up(a.vocabulary, kLanes)),
-        blocks(times_up(a.vocabulary, kBlock)),
+      : tiles(ceil_div(a.vocabulary, kLanes)),
+        blocks(ceil_div(a.vocabulary, kBlock)),
         mixer_size(a.kind == kVanilla ? 0 : a.kind == kGated ? a.rank : 3 * a.rank),
-        padded_rank(times_up(a.rank, 2 * kLanes) * 2 * kLanes),
-        threads(a.threads < 1 ? 1 : least(a.threads, tiles)),
+        padded_rank(ceil_div(a.rank, 2 * kLanes) * 2 * kLanes),
+        threads(a.threads < 1 ? 1 : lower_of(a.threads, tiles)),
         previous(a.rows * a.rank),
         state(a.rows * a.rank),
         mixed(a.rows * mixer_size),
@@ -200,11 +200,13 @@ extern "C" int dspark_head_best_isa() {
 #endif
 }
 
-// Returns 0, 1 for an instruction set or dtype it does not serve, 2 for an anchor and 3 for a draft token that is none of the target's.
+// Returns 0, or why not: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is none of the target's,
+// 4 there is no such dtype.
 extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
   const Arguments &a = *arguments;
   const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
-  if (isa > best || a.dtype < 0 || a.dtype > 2) return 1;
+  if (isa > best) return 1;
+  if (a.dtype < 0 || a.dtype > 2) return 4;
   for (int64_t row = 0; row < a.rows; ++row) {
     if (a.anchors[row] < 0 || a.anchors[row] >= a.target_vocabulary) return 2;
   }
@@ -276,11 +278,17 @@ inline floats store(bf16 *target, floats value) {
   return bits_to_floats(kept << 16);
 }
 inline floats store(fp16 *target, floats value) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    target[lane] = narrow<fp16>(value[lane]);
-    value[lane] = widen(target[lane]);
+#ifdef DSPARK_F16C
+  for (int half = 0; half < 2; ++half) {
+    __m256 wide;
+    std::memcpy(&wide, (const float *)&value + 8 * half, sizeof wide);
+    const __m128i narrowed = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    std::memcpy(target + 8 * half, &narrowed, sizeof narrowed);
   }
-  return value;
+#else
+  for (int lane = 0; lane < kLanes; ++lane) target[lane] = narrow<fp16>(value[lane]);
+#endif
+  return load(target);
 }
 
 // Lane `i` of the result is the sum of all lanes of `sums[i]`.
@@ -496,7 +504,7 @@ class Head {
   template <int kRows>
   void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
     constexpr int kColumns = kLanes / kRows;
-    const int64_t first = tile * kLanes, count = least(kLanes, a.vocabulary - first);
+    const int64_t first = tile * kLanes, count = lower_of(kLanes, a.vocabulary - first);
     const T *weights = count < kLanes ? ending : w2 + first * a.rank;
     alignas(64) float products[kRows][kLanes];
     for (int pass = 0; pass < kRows; ++pass) {
@@ -634,7 +642,7 @@ class Head {
 
   // The sum of the weights of one block of columns, for all rows.
   void weigh(int64_t block, int64_t slot) {
-    const int64_t stop = least(a.vocabulary, (block + 1) * kBlock);
+    const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     for (int64_t row = 0; row < a.rows; ++row) {
       floats sum{};
       for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, slot, column, stop);
@@ -664,7 +672,7 @@ class Head {
   }
 
   int64_t column_at(int64_t row, int64_t slot, int64_t block, double level) const {
-    const int64_t stop = least(a.vocabulary, (block + 1) * kBlock);
+    const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     int64_t chosen = block * kBlock;
     for (int64_t column = block * kBlock; column < stop; column += kLanes) {
       const floats weights = weights_at(row, slot, column, stop);

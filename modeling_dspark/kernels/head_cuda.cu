@@ -300,7 +300,7 @@ __device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
 
 // The confidence logit of a row, which knows no token after the one before the slot; by a warp.
 template <typename T>
-__device__ void confide(const Arguments &a, int64_t slot, int64_t row) {
+__device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) {
   const T *weight = (const T *)a.confidence_weight;
   const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + slot * a.hidden_size;
   float sum = 0.0f;
@@ -515,7 +515,7 @@ __device__ void project(const Arguments &a, int64_t slot, unsigned char *shared)
   const int64_t units = (a.vocabulary + kColumns - 1) / kColumns;
   const int64_t mine = (int64_t)blockIdx.x * warps_of_block() + warp_id(), step = (int64_t)gridDim.x * warps_of_block();
   if (a.confidence_weight && warp_id() == warps_of_block() - 1) {
-    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) confide<T>(a, slot, row);
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, slot, row);
   }
   int64_t tile = 0;
   for (int64_t first_row = 0; first_row < a.rows; first_row += P::kRows, ++tile) {

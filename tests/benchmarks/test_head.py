@@ -1,5 +1,6 @@
 """The benchmarks of the fused head: what they compare, write and refuse."""
 
+import functools
 import json
 import os
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import head, head_rounds
+from benchmarks.packed import code_of
 from modeling_dspark.fused_backends_dspark import backend_for
 from tests.builders import tiny_drafter, tiny_target
 
@@ -51,20 +53,59 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
     assert "--device cuda needs a CUDA device" in capsys.readouterr().err
 
 
-def test_rounds_are_compared_and_the_environment_is_left_as_it_was(pair, prompts_file, tmp_path, monkeypatch, capsys):
+@needs_fused
+def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
-    monkeypatch.setenv("DSPARK_FUSED_HEAD", "auto")
-    seen, original = [], pair.target.generate
-    monkeypatch.setattr(
-        pair.target, "generate", lambda **k: seen.append(os.environ["DSPARK_FUSED_HEAD"]) or original(**k)
-    )
+    monkeypatch.setenv("DSPARK_FUSED_HEAD", "cpu")  # the user's own choice is what is measured
+    drafting = code_of(pair.drafter, "drafting_dspark")
+    ran = []
+    for name in ("fused_block", "_slot_by_slot"):
+        monkeypatch.setattr(drafting, name, recorded(getattr(drafting, name), ran))
+    before = dict(vars(drafting))
     output = tmp_path / "rounds.json"
-    options = ["--prompts", str(prompts_file), "--rows", "2", "--pairs", "3", "--max-new-tokens", "9"]
+    options = ["--prompts", str(prompts_file), "--rows", "2", "--pairs", "6", "--max-new-tokens", "14"]
     assert head_rounds.main([*options, "--output", str(output)]) == 0
-    assert sorted(seen) == ["auto"] * 8 + ["torch"] * 8  # two temperatures, three pairs and one to warm up
-    assert os.environ["DSPARK_FUSED_HEAD"] == "auto"
+    assert os.environ["DSPARK_FUSED_HEAD"] == "cpu"
+    assert vars(drafting) == before
+    assert set(ran) == {("fused_block", "cpu"), ("_slot_by_slot", "torch")}
     report = json.loads(output.read_text())
     assert [case["temperature"] for case in report["results"]] == [0.0, 1.0]
     for case in report["results"]:
+        assert case["pairs"] >= 6
         assert case["interval"][0] <= case["ratio"] <= case["interval"][1]
-    assert "slot by slot" in capsys.readouterr().out
+        assert all(0 < case["heads_ms"][way] < case["ms_a_round"][way] for way in ("slot by slot", "fused"))
+    assert head_rounds.rounds_table(report["results"]) in capsys.readouterr().out
+
+
+def recorded(function, ran):
+    """The function, which notes its name and the choice of the moment."""
+
+    @functools.wraps(function)
+    def recording(*arguments, **named):
+        ran.append((function.__name__, os.environ["DSPARK_FUSED_HEAD"]))
+        return function(*arguments, **named)
+
+    return recording
+
+
+def test_rounds_without_a_fused_head_are_no_measurement(pair, prompts_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(code_of(pair.drafter, "drafting_dspark"), "fusable_heads", lambda *_: None)
+    options = ["--prompts", str(prompts_file), "--rows", "1", "--output", str(tmp_path / "rounds.json")]
+    assert head_rounds.main(options) == 2
+    assert "The heads ran slot by slot, not fused" in capsys.readouterr().err
+    assert not (tmp_path / "rounds.json").exists()
+
+
+def test_pairs_are_neighbours_with_all_rows():
+    a, b = head_rounds.SLOTS, head_rounds.FUSED
+    taken = [
+        (a, 2, 8.0, 0.5),
+        (b, 2, 4.0, 0.25),
+        (b, 2, 5.0, 0.1),
+        (a, 1, 9.0, 0.1),
+        (a, 2, 6.0, 0.2),
+        (b, 2, 3.0, 0.1),
+    ]
+    expected = [{a: (8.0, 0.5), b: (4.0, 0.25)}, {a: (6.0, 0.2), b: (3.0, 0.1)}]
+    assert head_rounds.pairs_of(taken, 2) == expected

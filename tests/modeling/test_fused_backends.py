@@ -12,6 +12,7 @@ from modeling_dspark.fused_backends_dspark import GpuBackend, backend_for
 from modeling_dspark.fused_build_dspark import BuildError
 from modeling_dspark.fused_head_dspark import fused_block
 from modeling_dspark.fused_launch_dspark import LaunchError
+from modeling_dspark.fused_nvcc_dspark import NoToolkitError
 from modeling_dspark.fused_nvrtc_dspark import NvrtcKernels
 from tests.builders import tiny_drafter, tiny_target
 from tests.modeling.test_fused_cuda import FakeDriver, StubCompiler
@@ -26,6 +27,7 @@ def no_backends(monkeypatch):
     """A process that has tried nothing yet."""
     logging.get_logger("modeling_dspark.fused_backends_dspark").warning_once.cache_clear()
     monkeypatch.setattr(fused_backends_dspark, "_made", {})
+    monkeypatch.setattr(fused_backends_dspark, "_given_up", set())
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ class TestGpu:
         assert torch.equal(fused_block(heads, *inputs).tokens, expected.tokens)
         assert len(driver.log("cuLaunchKernel")) == 2 * 3 + 1
 
-    def test_where_not_all_blocks_fit_at_once_each_phase_is_a_launch(self, gpu, driver):
+    def test_where_not_all_blocks_fit_at_once_each_phase_is_a_launch(self, gpu, driver, caplog):
         heads, inputs = random_heads("vanilla", (4000, 8, 1, 2, 8), torch.float32)
         expected = fused_block(heads, *inputs, keep_logits=True)
         gpu._sizes["num_multiprocessors"] = 400  # more than the driver has
@@ -87,6 +89,7 @@ class TestGpu:
             assert torch.equal(block.tokens, expected.tokens)
             assert torch.equal(block.logits, expected.logits)
         assert [entry["error"] for entry in driver.log("cuLaunchCooperativeKernel")] == [0, 720]  # tried once
+        assert caplog.text.count("takes a launch a slot") == 1
 
     def test_a_kernel_that_cannot_run_is_said_once_and_pytorch_goes_on(self, gpu, driver, caplog):
         heads, inputs = random_heads("vanilla", (40, 8, 2, 2, 8), torch.float32)
@@ -94,8 +97,24 @@ class TestGpu:
         for _ in range(2):
             check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))
         assert caplog.text.count("A Markov rank of 8 needs") == 1
-        assert backend_for(CPU) is None
+        assert backend_for(CPU, torch.float32, 8) is None
         assert not driver.log()
+        gpu._sizes["max_shared_bytes"] = 227 * 1024
+        heads, inputs = random_heads("vanilla", (40, 16, 2, 2, 8), torch.float32)
+        check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))
+        assert driver.log("cuLaunchCooperativeKernel")  # another rank may fit
+
+    def test_an_error_that_is_no_matter_of_places_is_not_met_with_more_launches(
+        self, gpu, driver, monkeypatch, caplog
+    ):
+        def fail(*_, **__):
+            raise LaunchError("an illegal address", 700)
+
+        monkeypatch.setattr(NvrtcKernels, "launch", fail)
+        heads, inputs = random_heads("vanilla", (40, 8, 2, 2, 8), torch.float32)
+        check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))
+        assert "an illegal address (CUDA error 700)" in caplog.text
+        assert not gpu._stepwise
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_generate_gives_the_targets_text(self, kind, gpu, driver):
@@ -110,7 +129,7 @@ class TestGpu:
 
 
 class TestChoice:
-    def choose(self, monkeypatch, choice, device, *, fails=()):
+    def choose(self, monkeypatch, choice, device, *, fails=(), error=BuildError):
         """What is tried, and what serves."""
         tried = []
 
@@ -118,7 +137,7 @@ class TestChoice:
             def maker(_):
                 tried.append(name)
                 if name in fails:
-                    raise BuildError(f"no {name} here")
+                    raise error(f"no {name} here")
                 return f"the {name} backend"
 
             return maker
@@ -150,16 +169,21 @@ class TestChoice:
         assert tried == ([expected] if expected else [])
 
     def test_without_a_toolkit_nvrtc_serves_and_nothing_is_said(self, no_backends, monkeypatch, caplog):
-        first, again, tried = self.choose(monkeypatch, "auto", "cuda:0", fails=["cuda"])
+        first, again, tried = self.choose(monkeypatch, "auto", "cuda:0", fails=["cuda"], error=NoToolkitError)
         assert first == again == "the nvrtc backend"
         assert tried == ["cuda", "nvrtc"]
         assert not caplog.text
+
+    def test_a_toolkit_that_cannot_build_is_named(self, no_backends, monkeypatch, caplog):
+        first, again, _ = self.choose(monkeypatch, "auto", "cuda:0", fails=["cuda"])
+        assert first == again == "the nvrtc backend"
+        assert caplog.text.count("compiled by NVRTC: no cuda here") == 1
 
     def test_all_reasons_are_said_once(self, no_backends, monkeypatch, caplog):
         first, again, tried = self.choose(monkeypatch, "auto", "cuda:0", fails=["cuda", "nvrtc"])
         assert first is again is None
         assert tried == ["cuda", "nvrtc"]
-        assert caplog.text.count("cuda: no cuda here; nvrtc: no nvrtc here") == 1
+        assert caplog.text.count("no cuda here") == caplog.text.count("nvrtc: no nvrtc here") == 1
 
     def test_amds_gpus_have_none(self, no_backends, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", None)
