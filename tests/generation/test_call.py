@@ -718,14 +718,15 @@ import json, sys, torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
 target = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/target")
 prompt = torch.tensor([[7, 11, 13, 17]])
+call = {"max_new_tokens": 12, "do_sample": False, "num_assistant_tokens_schedule": "fixed"}  # measures no costs
 texts = [target.generate(prompt, max_new_tokens=12, do_sample=False).tolist()]
 for name in ("one", "two", "one"):
     drafter = AutoModel.from_pretrained(sys.argv[1] + "/" + name, trust_remote_code=True)
-    texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist())
+    texts.append(target.generate(prompt, assistant_model=drafter, **call).tolist())
     assert drafter.last_run.rounds > 0
     drafter.last_run = None
     door = {"custom_generate": sys.argv[1] + "/" + name, "trust_remote_code": True, "assistant_model": drafter}
-    batch = target.generate(prompt.repeat(3, 1), max_new_tokens=12, do_sample=False, **door)
+    batch = target.generate(prompt.repeat(3, 1), **call, **door)
     assert len(drafter.last_run.requests) == 3
     texts += [[row] for row in batch.tolist()]
 assert "modeling_dspark" not in sys.modules
@@ -734,7 +735,7 @@ assert not hasattr(original, "_dspark_original")
 drafter.save_pretrained(sys.argv[1] + "/again")
 for name in (sys.argv[1] + "/again", "org/three"):
     again = AutoModel.from_pretrained(name, trust_remote_code=True)
-    texts.append(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=again).tolist())
+    texts.append(target.generate(prompt, assistant_model=again, **call).tolist())
     fused = sys.modules[type(again).__module__.rpartition(".")[0] + ".fused_backends_dspark"]
     assert [type(backend).__name__ for backend in fused._made.values()] == [sys.argv[2]]
 print(json.dumps(texts))

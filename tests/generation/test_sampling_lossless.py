@@ -164,8 +164,22 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
     return torch.bincount((ids[:, start : start + LENGTH] * powers).sum(-1), minlength=SIZE**LENGTH).double()
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.55])
-@pytest.mark.parametrize("name", PROCESSORS)
+def each_by_default(names, thresholds, chosen):
+    """Cases of every name and threshold; those that are not `chosen` are slow."""
+    return [
+        pytest.param(name, threshold, marks=[] if (name, threshold) in chosen else pytest.mark.slow)
+        for name, threshold in itertools.product(names, thresholds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    each_by_default(
+        PROCESSORS,
+        [0.0, 0.55],
+        [*((name, 0.0) for name in PROCESSORS), ("top_p", 0.55), ("repetition_penalty", 0.55)],
+    ),
+)
 def test_rows(name, threshold):
     target = soft_target()
     processors = PROCESSORS[name][1]
@@ -237,8 +251,14 @@ def last_token_target():
     return target
 
 
-@pytest.mark.parametrize("threshold", [None, 0.55])
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    each_by_default(
+        ["temperature", "top_k", "top_p", "min_p"],
+        [None, 0.55],
+        [("temperature", None), ("top_k", 0.55), ("top_p", None), ("min_p", 0.55)],
+    ),
+)
 def test_generate(name, threshold):
     """Every token that `generate` draws, against the exact distribution after its predecessor."""
     target = last_token_target()
