@@ -430,11 +430,13 @@ class TestOperation:
         assert fusable_heads(tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False), logits) is None
         assert fusable_heads(tiny_drafter(target), logits.double()) is None
 
-    def test_other_dtypes_go_slot_by_slot_and_say_so(self, library, caplog):
+    def test_other_dtypes_go_slot_by_slot_and_say_so(self, monkeypatch, caplog):
+        monkeypatch.setattr(fused_backends_dspark, "load_library", lambda *_: pytest.fail("built in vain"))
+        monkeypatch.setattr(fused_backends_dspark, "_made", {})
         logging.get_logger("modeling_dspark.fused_head_dspark").warning_once.cache_clear()
         assert fusable_heads(tiny_drafter(tiny_target("llama")), torch.zeros(1, 4, 61, dtype=torch.bfloat16)) is None
         assert "torch.bfloat16" in caplog.text
-        assert "Load both models in one dtype" in caplog.text
+        assert "Load both models with the same `dtype=`" in caplog.text
 
     def test_heads_that_are_more_than_their_weights_go_slot_by_slot(self, library):
         target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
