@@ -170,6 +170,7 @@ inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
 #undef DSPARK_ISA
 #pragma GCC pop_options
 
+#define DSPARK_AVX512
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #define DSPARK_ISA avx512
@@ -185,6 +186,7 @@ inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
 #undef DSPARK_DOT_BF16
 #undef DSPARK_ISA
 #pragma GCC pop_options
+#undef DSPARK_AVX512
 #undef DSPARK_F16C
 #define DSPARK_HAS_X86_SETS
 #endif
@@ -252,17 +254,17 @@ inline floats load(const bf16 *source) {
   return bits_to_floats(__builtin_convertvector(bits, words) << 16);
 }
 inline floats load(const fp16 *source) {
-  floats vector;
-#ifdef DSPARK_F16C
+#ifdef DSPARK_AVX512
+  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(source)));
+#elif defined(DSPARK_F16C)
   const __m128i *halves_of = reinterpret_cast<const __m128i *>(source);
-  for (int half = 0; half < 2; ++half) {
-    const __m256 widened = _mm256_cvtph_ps(_mm_loadu_si128(halves_of + half));
-    std::memcpy((float *)&vector + 8 * half, &widened, sizeof widened);
-  }
+  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(halves_of)), high = _mm256_cvtph_ps(_mm_loadu_si128(halves_of + 1));
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 #else
+  floats vector;
   for (int lane = 0; lane < kLanes; ++lane) vector[lane] = widen(source[lane]);
-#endif
   return vector;
+#endif
 }
 
 // Write as rounded to the dtype of the logits; returns what was written.
