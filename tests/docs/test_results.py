@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.head import head_table
+from benchmarks.head_rounds import rounds_table
 from benchmarks.report import speed_tables
 from benchmarks.throughput_summary import throughput_table
 
@@ -61,3 +62,12 @@ def test_quoted_speed_of_the_fused_head():
             (case["dtype"], case["vocabulary"], case["rows"]), 2.0 if case["dtype"] == "bfloat16" else 1.0
         )
         assert case["ratio"] >= (bound if case["temperature"] == 0 else 1.5)
+
+
+def test_quoted_rounds_of_the_fused_head():
+    report = json.loads((ROOT / "benchmarks" / "results" / "head_rounds.json").read_text())
+    assert rounds_table(report["results"]) in (ROOT / "docs" / "fused-head.md").read_text()
+    assert all(case["interval"][0] > 1 for case in report["results"])
+    assert {(case["rows"], case["temperature"]) for case in report["results"]} == {
+        (rows, temperature) for rows in (1, 8) for temperature in (0.0, 1.0)
+    }
