@@ -1,8 +1,9 @@
 """Building C++ and CUDA on first use: once for each source, torch and machine, by any number of processes at a time.
 
-What is built is kept in `$DSPARK_CACHE/kernels`, by default `~/.cache/dspark/kernels`, or where that cannot be written to
-in a folder of the user's own for temporary files. A build that is killed leaves nothing that a later one would wait for:
-the lock is the operating system's, and a library gets its name when it is whole.
+What is built is kept in `$DSPARK_CACHE/kernels`, by default `~/.cache/dspark/kernels`, or where that is of no use in a
+folder of the user's own for temporary files. A build that is killed leaves nothing that a later one would wait for: the
+lock is the operating system's (without one, each process builds), and a library gets its name when it is whole. A checksum
+behind its end tells whether it still is; loaders do not read that far.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import shutil
 import sys
 import sysconfig
@@ -22,9 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import WeakFileLock
 from transformers.utils import logging
 
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +59,7 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
     def compile_in(scratch: Path) -> None:
         compile_extension(name, scratch, cpp_sources=[source], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"])
 
-    return load_built(name, [source, _FLAGS], compile_in, lasts="10 to 60 seconds", needs=_CPP_NEEDS)
+    return load_built(name, [source, _FLAGS, _compiler()], compile_in, lasts="10 to 60 seconds", needs=_CPP_NEEDS)
 
 
 def load_built(
@@ -91,7 +95,6 @@ def load_built(
 def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
     """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder where no lock can be in the way."""
     with _build_environment():
-        _look_for_tools()
         from torch.utils import cpp_extension  # needs setuptools, which not every environment has
 
         cpp_extension.load_inline(
@@ -106,7 +109,7 @@ def _build_environment() -> Iterator[None]:
     Nothing of torch is linked, so it does not matter that a compiler is not the one that torch was built with.
     """
     before = {name: os.environ.get(name) for name in ("PATH", "TORCH_DONT_CHECK_COMPILER_ABI")}
-    os.environ["PATH"] = os.pathsep.join(filter(None, [before["PATH"], sysconfig.get_path("scripts")]))
+    os.environ["PATH"] = _search_path()
     os.environ["TORCH_DONT_CHECK_COMPILER_ABI"] = "1"
     try:
         yield
@@ -117,12 +120,20 @@ def _build_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _look_for_tools() -> None:
+def _search_path() -> str:
+    return os.pathsep.join(filter(None, [os.environ.get("PATH"), sysconfig.get_path("scripts")]))
+
+
+def _compiler() -> str:
+    """As torch chooses; it takes no arguments with it."""
+    return os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")
+
+
+def _look_for_tools(needs: str) -> None:
     """Refuse early, with the name of what is missing."""
-    compiler = os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")  # as torch chooses
-    for tool in (shlex.split(compiler)[0], "ninja"):
-        if shutil.which(tool) is None:
-            raise BuildError(f"`{tool}` was not found")
+    for tool in (_compiler(), "ninja"):
+        if shutil.which(tool, path=_search_path()) is None:
+            raise BuildError(f"there is no program `{tool}`; {needs}")
 
 
 def digest(key: list[Any]) -> str:
@@ -134,13 +145,9 @@ def digest(key: list[Any]) -> str:
 def read_kept(file: str) -> bytes | None:
     """What `keep` wrote under this name, if it is there and whole."""
     for folder in _folders():
-        try:
-            if _is_own(folder):
-                content = (folder / file).read_bytes()
-                if hashlib.sha256(content[_CHECKSUM:]).digest() == content[:_CHECKSUM]:
-                    return content[_CHECKSUM:]
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            if _why_not_own(folder) is None and (content := _whole(folder / file)) is not None:
+                return content
     return None
 
 
@@ -149,40 +156,61 @@ def keep(file: str, content: bytes) -> None:
     try:
         folder = _writable_folder()
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
-            path = Path(scratch) / file
-            path.write_bytes(hashlib.sha256(content).digest() + content)
-            path.replace(folder / file)
+            _write_whole(content, Path(scratch) / file, folder / file)
     except (OSError, BuildError) as error:
         logger.info(f"{file} is not kept: {error}")
+
+
+def _whole(path: Path) -> bytes | None:
+    """The content before its checksum, or `None` if that is not right."""
+    content = path.read_bytes()
+    content, checksum = content[:-_CHECKSUM], content[-_CHECKSUM:]
+    return content if hashlib.sha256(content).digest() == checksum else None
+
+
+def _write_whole(content: bytes, scratch: Path, path: Path) -> None:
+    """Content and checksum under a name that no reader finds before they are on the disk."""
+    with scratch.open("wb") as file:
+        file.write(content + hashlib.sha256(content).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 def _folders() -> Iterator[Path]:
     """Where libraries may be, best first."""
     chosen = os.environ.get("DSPARK_CACHE")
     with contextlib.suppress(RuntimeError):  # a user without a home
-        yield (Path(chosen) if chosen else Path("~/.cache/dspark").expanduser()) / "kernels"
+        yield Path(chosen or "~/.cache/dspark").expanduser() / "kernels"
     own = os.getuid() if hasattr(os, "getuid") else "user"
     yield Path(tempfile.gettempdir()) / f"dspark-kernels-{own}"
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether nobody else can put a library there."""
+def _why_not_own(folder: Path) -> str | None:
+    """Why no library of this folder is loaded: somebody else can write there, or the system runs nothing from it."""
     if not hasattr(os, "getuid"):
-        return True
+        return None
     state = folder.stat()
-    return state.st_uid == os.getuid() and not state.st_mode & 0o022
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        return f"{folder} can be written to by others"
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        return f"{folder} is mounted `noexec`"
+    return None
 
 
 def _find(file: str) -> ctypes.CDLL | None:
     for folder in _folders():
         path = folder / file
         with contextlib.suppress(OSError):  # a folder that may not be looked into
-            if not (path.is_file() and _is_own(folder)):
+            if not path.is_file() or _why_not_own(folder) is not None:
                 continue
             try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                logger.warning(f"{path} cannot be loaded and is built again: {error}")
+                if _whole(path) is not None:  # a loader does not survive a file that is cut short
+                    return ctypes.CDLL(str(path))
+                error: object = "it is damaged"
+            except OSError as loader_error:
+                error = loader_error
+            logger.warning_once(f"{path} cannot be loaded and is built again: {error}")
     return None
 
 
@@ -190,9 +218,11 @@ def _writable_folder() -> Path:
     reasons = []
     for folder in _folders():
         try:
+            if any(sign in str(folder) for sign in "$:\n") and sys.platform != "win32":
+                raise OSError(f"{folder} has a `$` or `:` in its path, which ninja takes for its own")
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not _is_own(folder):
-                raise PermissionError(f"{folder} can be written to by others")
+            if reason := _why_not_own(folder):
+                raise PermissionError(reason)
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError as error:
@@ -202,23 +232,45 @@ def _writable_folder() -> Path:
 
 def _build(file: str, compile_in: Callable[[Path], None], announcement: str, needs: str) -> ctypes.CDLL:
     folder = _writable_folder()
-    with WeakFileLock(folder / f"{file}.lock"):
-        if not (folder / file).is_file() or _find(file) is None:
-            logger.warning(announcement % folder)
-            _compile(compile_in, folder / file, needs)
-    try:
-        return ctypes.CDLL(str(folder / file))
-    except OSError as error:
-        raise BuildError(f"what was built cannot be loaded ({error}); is {folder} mounted `noexec`?") from error
+    with _locked(folder / f"{file}.lock") as is_locked:
+        found = _find(file)
+        if found is not None:  # another process has built it meanwhile
+            return found
+        _look_for_tools(needs)
+        if is_locked:
+            for stale in folder.glob(f".build-{file}-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+        logger.warning(announcement % folder)
+        _compile(compile_in, folder / file, needs)
+    return ctypes.CDLL(str(folder / file))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """The operating system's lock on a file, which ends with the process that holds it; yields whether there is one."""
+    with path.open("a") as file:
+        try:
+            if fcntl is None:
+                raise OSError("no `flock` on this system")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.warning(f"Waiting for another process that builds {path.stem}.")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            is_locked = True
+        except OSError as error:  # a file system without locks: each process builds for itself
+            logger.info(f"{path} cannot be locked: {error}")
+            is_locked = False
+        yield is_locked
 
 
 def _compile(compile_in: Callable[[Path], None], path: Path, needs: str) -> None:
     """Build in a folder of its own, so that no lock of an earlier build can be in the way."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".build-{path.name}-") as scratch:
         try:
             compile_in(Path(scratch))
             (library,) = Path(scratch).glob("*.so")  # torch numbers the names of libraries that a process builds again
-            library.replace(path)
+            _write_whole(library.read_bytes(), Path(scratch) / "whole", path)
         except Exception as error:  # whatever a compiler, ninja or a full disk comes up with
             way_out = _NO_SPACE if "No space left" in str(error) else needs
             raise BuildError(f"{_reason(error)}; {way_out}") from error

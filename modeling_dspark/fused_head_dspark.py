@@ -26,6 +26,7 @@ from .fused_reference_dspark import HeadInputs, Outputs, empty_outputs, head_in_
 
 logger = logging.get_logger(__name__)
 
+_LEAST_TEMPERATURE = 1e-30
 _MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that makes a latent, in ranks
 
 
@@ -53,10 +54,11 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
     """
     head, confidence = drafter.markov_head, drafter.confidence_head
     own = vars(drafter)  # what a user has put in the place of a method, which may carry its attributes
-    is_ours = (
-        getattr(type(drafter).head_step, "fusable", False) and "head_step" not in own and "to_target_ids" not in own
+    are_ours = all(
+        getattr(getattr(type(drafter), name), "fusable", False) and name not in own
+        for name in ("head_step", "to_target_ids")
     )
-    if head is None or not is_ours:
+    if head is None or not are_ours:
         return None
     if not all(_is_plain(part) for part in (head, confidence) if part is not None):
         return None
@@ -76,7 +78,7 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
         logger.warning_once(
             f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
             f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) on one device and in one dtype, which is "
-            "fp32, bf16 or fp16. Load both models with the same `dtype=`."
+            "fp32, bf16 or fp16. Load both models with the same `dtype=`, and leave out autocast."
         )
         return None
     if backend_for(base_logits.device, base_logits.dtype, weights["w2"].shape[1]) is None:
@@ -87,6 +89,8 @@ def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | N
 
 def _is_plain(head: nn.Module) -> bool:
     """Whether nothing happens in a head but what its weights say."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return False
     return all(
         (type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in ("MarkovHead", "ConfidenceHead"))
         and not module._forward_hooks
@@ -149,7 +153,9 @@ def _run(
     inputs = HeadInputs(**locals())
     _check_shapes(inputs)
     tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
-    backend = backend_for(w2.device, w2.dtype, w2.shape[1]) if serves(*tensors) else None
+    # Kernels have the temperature's inverse in fp32.
+    is_usual = temperature == 0 or _LEAST_TEMPERATURE <= temperature <= 1 / _LEAST_TEMPERATURE
+    backend = backend_for(w2.device, w2.dtype, w2.shape[1]) if is_usual and serves(*tensors) else None
     if backend is not None:
         try:
             return backend(inputs)
@@ -194,12 +200,21 @@ def _check_shapes(inputs: HeadInputs) -> None:
         found = None if tensor is None else tuple(tensor.shape)
         if found != shape:
             raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
-        if tensor is not None and tensor.device != base_logits.device:
-            raise ValueError(f"`{name}` must be on {base_logits.device}, where `base_logits` is, got {tensor.device}.")
+    if inputs.anchors.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`anchors` must be integers, got {inputs.anchors.dtype}.")
+    _check_devices(inputs)
+
+
+def _check_devices(inputs: HeadInputs) -> None:
+    device = inputs.base_logits.device
+    for name, tensor in inputs._asdict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != device:
+            raise ValueError(f"`{name}` must be on {device}, where `base_logits` is, got {tensor.device}.")
 
 
 def _fake(*arguments: Any) -> Outputs:
     inputs = HeadInputs(*arguments)
+    _check_devices(inputs)  # one on `meta` is enough to end up here
     return empty_outputs(inputs.base_logits, inputs.confidence_weight, with_logits=inputs.keep_logits)
 
 

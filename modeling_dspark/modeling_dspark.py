@@ -208,6 +208,7 @@ class DSparkModel(DSparkPreTrainedModel):
             return None
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
+    @fusable
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids to target ids: `target = draft + d2t[draft]`."""
         return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]

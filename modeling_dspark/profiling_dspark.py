@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .costs_dspark import CostProfile, Curve
 from .engine_dspark import Engine
-from .fused_backends_dspark import backend_for
+from .fused_head_dspark import fusable_heads
 from .processing_dspark import RowProcessors
 from .requests_dspark import Request
 from .scheduling_dspark import DraftSettings, RoundView, Schedule
@@ -124,7 +124,7 @@ def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_si
 def costs_folder() -> Path:
     """Where profiles are kept."""
     chosen = os.environ.get("DSPARK_CACHE")
-    return (Path(chosen) if chosen else Path("~/.cache/dspark").expanduser()) / "costs"
+    return Path(chosen or "~/.cache/dspark").expanduser() / "costs"
 
 
 def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
         "target": _digest(target),
         "drafter": _digest(drafter),
         "loop": _LOOP_VERSION,
-        "fused_head": backend_for(drafter.device) is not None,
+        "fused_head": fusable_heads(drafter, torch.empty(0, dtype=target.dtype, device=drafter.device)) is not None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

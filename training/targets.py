@@ -37,7 +37,7 @@ __all__ = [
 
 def cache_directory() -> Path:
     """The folder for files this project makes once: `$DSPARK_CACHE`, else `~/.cache/dspark`."""
-    return Path(os.environ.get("DSPARK_CACHE", Path.home() / ".cache" / "dspark"))
+    return Path(os.environ.get("DSPARK_CACHE") or "~/.cache/dspark").expanduser()
 
 
 def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -54,17 +54,6 @@ RACES = {
     "no fence before a block arrives": ("    __threadfence();\n    atomicAdd", "    atomicAdd"),
     "no fence after the grid has arrived": ("spin();\n    __threadfence();", "spin();"),
 }
-QUICK = {
-    "tokens are read before they are there",
-    "bests of warps are read before they are there",
-    "a step of a shuffle is dropped",
-    "the grid waits for too few",
-    "the grid does not wait",
-    "columns of a fragment are swapped",
-    "a state is overwritten while it is read",
-    "rows do not end",
-    "no fence before a block arrives",
-}
 # kernel, kind, rows, slots, vocabulary, rank, blocks, warps, schedule
 PROGRAMS = [
     "dspark_head_fp32_1 1 5 2 63 16 2 2 1",
@@ -73,11 +62,6 @@ PROGRAMS = [
     "dspark_head_bf16_2 0 12 3 63 33 3 3 1",
     "dspark_head_fp16_8 0 67 2 33 16 2 2 2",
 ]
-
-
-def cases(faults):
-    """A build takes a second or two."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in faults]
 
 
 def check_all(library):
@@ -110,7 +94,7 @@ def test_there_is_no_fault():
     check_all(load(build_emulator(only=KERNEL)))
 
 
-@pytest.mark.parametrize("fault", cases(FAULTS))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
     library = load(build_emulator(replaced(FAULTS[fault]), only=KERNEL))
     with pytest.raises((AssertionError, EmulationError)):
@@ -122,7 +106,7 @@ class TestRaces:
     def test_there_is_none(self, arguments, sanitizer):
         check_races(build_emulator(sanitize=True), arguments)
 
-    @pytest.mark.parametrize("fault", cases(RACES))
+    @pytest.mark.parametrize("fault", RACES)
     def test_one_is_found(self, fault, sanitizer):
         program = build_emulator(replaced(RACES[fault]), only=KERNEL, sanitize=True)
         with pytest.raises(AssertionError, match="data race"):

@@ -276,9 +276,7 @@ class TestToolkit:
 
 
 class TestNvcc:
-    @pytest.mark.parametrize("number", [
-        pytest.param(number, marks=[] if number == 90 else pytest.mark.slow) for number in ARCHITECTURES
-    ])  # fmt: skip
+    @pytest.mark.parametrize("number", ARCHITECTURES)
     def test_no_kernel_spills_registers(self, number, toolkit, tmp_path):
         command = [
             toolkit.home / "bin" / "nvcc",

@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +26,12 @@ from modeling_dspark import drafting_dspark, fused_backends_dspark, fused_build_
 from modeling_dspark.cache_dspark import DSparkCache
 from modeling_dspark.drafting_dspark import propose
 from modeling_dspark.fused_backends_dspark import CpuBackend
+from modeling_dspark.fused_build_dspark import load_library
 from modeling_dspark.fused_head_dspark import BlockTokens, fusable_heads, fused_block
 from modeling_dspark.fused_launch_dspark import LaunchError
-from modeling_dspark.fused_reference_dspark import HeadInputs, philox_uniform
+from modeling_dspark.fused_reference_dspark import HeadInputs, head_in_torch, philox_uniform
+from modeling_dspark.modeling_dspark import DSparkModel
+from modeling_dspark.profiling_dspark import profile_key
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -41,6 +47,9 @@ SHAPES = [
     (1025, 33, 9, 2, 40),
     (4096, 256, 4, 16, 64),
     (2500, 48, 3, 4, 17),
+    (311, 24, 8, 3, 12),
+    (777, 16, 7, 9, 8),
+    (49152, 8, 6, 2, 16),
 ]
 
 
@@ -163,9 +172,11 @@ class TestArithmetic:
         check(heads, inputs, block)
         assert block.confidence_logits.numel() == 0
 
-    def test_every_output_is_written(self, library):
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_output_is_written(self, kind, dtype, library):
         """Memory that was not written would hold NaN, or the largest number."""
-        heads, inputs = random_heads("rnn", SHAPES[3], torch.float32)
+        heads, inputs = random_heads(kind, SHAPES[3], DTYPES[dtype])
         torch.use_deterministic_algorithms(True)
         try:
             assert torch.empty(3).isnan().all()
@@ -203,9 +214,11 @@ class TestArithmetic:
         block = run(library, heads, (base, wide[:, :7], anchors))
         assert torch.equal(block.tokens, run(library, heads, (base, hidden, anchors)).tokens)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_results_do_not_depend_on_threads(self, temperature, library):
-        heads, inputs = random_heads("rnn", (5003, 32, 6, 5, 16), torch.bfloat16)
+    def test_results_do_not_depend_on_threads(self, temperature, kind, dtype, library):
+        heads, inputs = random_heads(kind, (5003, 32, 6, 5, 16), DTYPES[dtype])
         before, blocks = torch.get_num_threads(), []
         try:
             for threads in (1, 2, 3, 7):
@@ -480,6 +493,37 @@ class TestOperation:
             change(drafter)
             assert fusable_heads(drafter, logits) is None, change.__name__
 
+    def test_hooks_on_all_modules_and_tokens_of_the_users_own_go_slot_by_slot(self, library):
+        class OwnTokens(DSparkModel):
+            def to_target_ids(self, draft_ids):
+                return draft_ids
+
+        target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
+        drafter = tiny_drafter(target)
+        assert fusable_heads(OwnTokens(drafter.config), logits) is None
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            assert fusable_heads(drafter, logits) is None
+        finally:
+            handle.remove()
+        assert fusable_heads(drafter, logits) is not None
+
+    def test_costs_hold_for_heads_as_they_are(self, library):
+        """What was measured fused does not stand for heads slot by slot; for those, nothing is built."""
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        assert profile_key(drafter, target)["fused_head"]
+        drafter.markov_head.markov_w2.register_forward_hook(lambda *_: None)
+        assert not profile_key(drafter, target)["fused_head"]
+
+    def test_without_heads_to_fuse_nothing_is_built(self, monkeypatch):
+        monkeypatch.setattr(fused_backends_dspark, "load_library", lambda *_: pytest.fail("built in vain"))
+        monkeypatch.setattr(fused_backends_dspark, "_made", {})
+        target = tiny_target("llama")
+        bare = tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False)
+        target.generate(torch.tensor([[3, 4, 5]]), assistant_model=bare, max_new_tokens=6)
+        assert not profile_key(bare, target)["fused_head"]
+
     @pytest.mark.parametrize("use_cache", [None, "own loop"])
     @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}])
     def test_every_loop_uses_it(self, use_cache, sampling, library, monkeypatch):
@@ -575,24 +619,11 @@ class TestBuilding:
         assert not self.libraries(folder)
         assert "Building dspark_head" in self.output(self.process(folder))
 
-    def test_a_damaged_library_is_built_again(self, tmp_path, library):
-        folder = tmp_path / "cache"
-        self.output(self.process(folder))
-        (path,) = self.libraries(folder)
-        path.write_bytes(b"not a library")
-        said = self.output(self.process(folder))
-        assert "built again" in said
-        assert "Building dspark_head" in said
-
     def test_a_folder_that_cannot_be_written_to(self, tmp_path, library):
         (tmp_path / "file").write_text("")
         said = self.output(self.process(tmp_path / "file" / "cache", TMPDIR=str(tmp_path)))
         assert "Building dspark_head" in said
         assert list(tmp_path.glob("dspark-kernels-*/*.so"))
-
-    def test_a_path_that_the_system_refuses_is_passed_over(self, tmp_path, library):
-        said = self.output(self.process(tmp_path / ("n" * 300), TMPDIR=str(tmp_path)))
-        assert f"Building dspark_head in {tmp_path}/dspark-kernels-" in said
 
     @pytest.mark.parametrize("environment", [{"CXX": "/nowhere/g++"}, {"PATH": "/nowhere"}], ids=["compiler", "ninja"])
     def test_without_tools_the_head_is_pytorchs(self, environment, tmp_path):
@@ -606,6 +637,140 @@ class TestBuilding:
         shared.chmod(0o777)
         monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
         assert all(folder != shared for folder in [fused_build_dspark._writable_folder()])
+
+
+ONE = 'extern "C" int one() { return 1; }'
+
+
+class TestSmallBuilds:
+    """Of one line, in this process."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self, library, monkeypatch, tmp_path):
+        monkeypatch.setattr(fused_build_dspark, "_FLAGS", ["-O0"])
+        monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        logging.get_logger("modeling_dspark.fused_build_dspark").warning_once.cache_clear()
+        self.forget(monkeypatch)
+
+    def forget(self, monkeypatch):
+        """As a new process would."""
+        monkeypatch.setattr(fused_build_dspark, "_loaded", {})
+        monkeypatch.setattr(fused_build_dspark, "_failed", {})
+
+    def test_a_library_that_is_cut_short_is_built_again(self, monkeypatch, tmp_path, caplog):
+        """Loading it would end the process."""
+        assert load_library("one", ONE).one() == 1
+        (path,) = (tmp_path / "cache" / "kernels").glob("*.so")
+        whole = path.read_bytes()
+        for size in (0, 100, 4096, len(whole) - 1):
+            path.unlink()  # it is in use
+            path.write_bytes(whole[:size])
+            self.forget(monkeypatch)
+            assert load_library("one", ONE).one() == 1
+            assert len(path.read_bytes()) == len(whole)
+        assert "it is damaged" in caplog.text
+
+    def test_a_folder_that_nothing_runs_from_is_passed_over(self, monkeypatch, tmp_path):
+        real, noexec = os.statvfs, str(tmp_path / "cache")
+
+        def statvfs(path):
+            flags = os.ST_NOEXEC if str(path).startswith(noexec) else real(path).f_flag
+            return SimpleNamespace(f_flag=flags)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+        assert load_library("one", ONE).one() == 1
+        assert list(tmp_path.glob("dspark-kernels-*/*.so"))
+        assert not list((tmp_path / "cache").rglob("*.so"))
+
+    @pytest.mark.parametrize("name", ["a:b", "a$b", "n" * 300])
+    def test_a_path_that_ninja_or_the_system_does_not_take_is_passed_over(self, name, monkeypatch, tmp_path):
+        monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / name))
+        assert load_library("one", ONE).one() == 1
+        assert list(tmp_path.glob("dspark-kernels-*/*.so"))
+
+    def test_without_locks_each_process_builds(self, monkeypatch, tmp_path):
+        def flock(*_):
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(fused_build_dspark.fcntl, "flock", flock)
+        (tmp_path / "cache" / "kernels").mkdir(parents=True, mode=0o700)
+        assert load_library("one", ONE).one() == 1
+
+    def test_who_waits_says_so(self, tmp_path, caplog):
+        path = tmp_path / "one.so.lock"
+        with path.open("a") as file:
+            fused_build_dspark.fcntl.flock(file, fused_build_dspark.fcntl.LOCK_EX)
+            released = threading.Timer(0.3, fused_build_dspark.fcntl.flock, (file, fused_build_dspark.fcntl.LOCK_UN))
+            released.start()
+            with fused_build_dspark._locked(path) as is_locked:
+                assert is_locked
+            released.join()
+        assert "Waiting for another process that builds one.so" in caplog.text
+
+    def test_what_a_killed_build_left_is_removed(self, tmp_path, monkeypatch):
+        load_library("one", ONE)
+        (path,) = (tmp_path / "cache" / "kernels").glob("*.so")
+        path.unlink()
+        (path.parent / f".build-{path.name}-killed").mkdir()
+        (path.parent / ".build-another.so-running").mkdir()
+        self.forget(monkeypatch)
+        load_library("one", ONE)
+        assert [folder.name for folder in path.parent.glob(".build-*")] == [".build-another.so-running"]
+
+    def test_without_a_compiler_nothing_is_said_to_be_built(self, monkeypatch, caplog):
+        monkeypatch.setenv("CXX", "g++ -fPIC")
+        with pytest.raises(fused_build_dspark.BuildError, match=r"no program `g\+\+ -fPIC`.*g\+\+ 12"):
+            load_library("one", ONE)
+        assert "Building" not in caplog.text
+
+    def test_another_compiler_makes_another_library(self, monkeypatch, tmp_path):
+        load_library("one", ONE)
+        monkeypatch.setenv("CXX", shutil.which("c++"))
+        load_library("one", ONE)
+        assert len(list((tmp_path / "cache" / "kernels").glob("*.so"))) == 2
+
+
+def test_an_installed_package_has_the_kernels(tmp_path, library):
+    for name in ("modeling_dspark", "training", "hub_upload"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("repos", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(tmp_path / "source")], check=True, timeout=120)
+    code = "import modeling_dspark.fused_backends_dspark as made; print(made.__file__, made.CpuBackend().best_isa)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")}, text=True,
+        capture_output=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == [
+        str(tmp_path / "site" / "modeling_dspark" / "fused_backends_dspark.py"), str(library.best_isa),
+    ]  # fmt: skip
+    assert (tmp_path / "site" / "modeling_dspark" / "kernels" / "head_cpu.cpp").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda heads, inputs: (heads, (*inputs[:2], inputs[2].to("meta"))), "`anchors` must be on cpu"),
+        (lambda heads, inputs: (heads | {"w2": heads["w2"].to("meta")}, inputs), "`w2` must be on cpu"),
+        (lambda heads, inputs: (heads, (*inputs[:2], inputs[2].float())), "`anchors` must be integers"),
+        (lambda heads, inputs: (heads, (*inputs[:2], inputs[2].bool())), "`anchors` must be integers"),
+    ],
+)
+def test_tensors_that_do_not_go_together_are_named(change, message):
+    heads, inputs = change(*random_heads("vanilla", SHAPES[1], torch.float32))
+    with pytest.raises(ValueError, match=message):
+        fused_block(heads, *inputs)
+
+
+@pytest.mark.parametrize("temperature", [1e-36, 1e36])
+def test_temperatures_beyond_fp32s_inverses_are_pytorchs(temperature, library, monkeypatch):
+    monkeypatch.setattr(CpuBackend, "__call__", lambda *_: pytest.fail("the kernel ran"))
+    heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
+    block = fused_block(heads, *inputs, temperature=temperature, seed=4)
+    expected = head_in_torch(HeadInputs(*inputs, **heads, temperature=temperature, seed=4, keep_logits=False))
+    assert torch.equal(block.columns, expected[0])
 
 
 def test_sources_are_those_of_the_files():
