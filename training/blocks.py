@@ -3,7 +3,8 @@
 A block starts at an anchor (position `a` in the response whose next token is also in the response). Slot `k` has label
 `x[a + 1 + k]`, previous token `x[a + k]`, position `a + k`; it sees context positions `< a` and its own block.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size.
+Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size, `P` positions of a block in the backbone (`K`, or
+`K + 1` where the anchor's own position predicts nothing).
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,11 @@ class Blocks:
     @property
     def label_sources(self) -> torch.Tensor:
         """Positions `a + k` whose target distribution predicts slot `k`: `[B, N, K]`, not clamped to the sequence."""
-        return self.anchors[..., None] + torch.arange(self.labels.shape[-1], device=self.anchors.device)
+        return self.positions(self.labels.shape[-1])
+
+    def positions(self, num_positions: int) -> torch.Tensor:
+        """Positions `[B, N, P]` of a block that starts at its anchor."""
+        return self.anchors[..., None] + torch.arange(num_positions, device=self.anchors.device)
 
 
 def anchor_candidates(response_mask: torch.Tensor) -> torch.Tensor:
@@ -72,30 +77,29 @@ def make_blocks(
     return Blocks(anchors, keep, previous, labels.masked_fill(~supervised, 0), supervised)
 
 
-def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int) -> torch.Tensor:
-    """Block tokens `[B, N * K]`: the anchor, then mask tokens."""
-    noise = torch.full_like(blocks.labels, mask_token_id)
+def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int, num_positions: int) -> torch.Tensor:
+    """Block tokens `[B, N * P]`: the anchor, then mask tokens."""
+    noise = blocks.labels.new_full((*blocks.anchors.shape, num_positions), mask_token_id)
     noise[..., 0] = torch.where(blocks.keep, input_ids.gather(1, blocks.anchors), mask_token_id)
     return noise.flatten(1)
 
 
-def block_positions(blocks: Blocks, num_context: int) -> torch.Tensor:
-    """Positions `[B, T + N * K]` of the context followed by all blocks."""
+def block_positions(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
+    """Positions `[B, T + N * P]` of the context followed by all blocks."""
     rows = blocks.anchors.shape[0]
     context = torch.arange(num_context, device=blocks.anchors.device).expand(rows, -1)
-    return torch.cat([context, blocks.label_sources.flatten(1)], dim=1)
+    return torch.cat([context, blocks.positions(num_positions).flatten(1)], dim=1)
 
 
-def block_mask(blocks: Blocks, num_context: int) -> torch.Tensor:
-    """Mask `[B, 1, N * K, T + N * K]`: a block sees context before its anchor, and itself.
+def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
+    """Mask `[B, 1, N * P, T + N * P]`: a block sees context before its anchor, and itself.
 
     Dummy blocks see themselves too, so that no query has nothing to attend to; they are never supervised.
     """
     rows, num_blocks = blocks.anchors.shape
-    block_size = blocks.labels.shape[-1]
     device = blocks.anchors.device
-    owner = torch.arange(num_blocks, device=device).repeat_interleave(block_size)  # [N * K]
-    anchors = blocks.anchors.gather(1, owner.expand(rows, -1))  # [B, N * K]
+    owner = torch.arange(num_blocks, device=device).repeat_interleave(num_positions)  # [N * P]
+    anchors = blocks.anchors.gather(1, owner.expand(rows, -1))  # [B, N * P]
     context = torch.arange(num_context, device=device) < anchors[..., None]
     own = (owner[:, None] == owner).expand(rows, -1, -1)
     return torch.cat([context, own], dim=-1)[:, None]

@@ -26,6 +26,7 @@ from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.eagle import EagleDrafter
 from training.features import FeatureCache, fingerprint
 from training.initialization import (
     config_for_target,
@@ -40,6 +41,8 @@ from training.trainer import DSparkTrainer
 
 logger = logging.get_logger("training.train")
 
+ARCHITECTURES: dict[str, Any] = {"dspark": DSparkModel, "eagle": EagleDrafter}
+
 
 @dataclass
 class DrafterArguments:
@@ -48,8 +51,16 @@ class DrafterArguments:
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
     drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
+    architecture: str = field(
+        default="dspark",
+        metadata={"help": "`dspark`, or as a baseline `eagle`: autoregressive, one layer, no decoding loop."},
+    )
     num_draft_layers: int = field(default=5, metadata={"help": "Layers of the draft backbone."})
     block_size: int = field(default=7, metadata={"help": "Draft positions of a block."})
+    sample_from_anchor: bool = field(
+        default=True,
+        metadata={"help": "Whether slot 0 is the anchor; false: DFlash's older layout, one position more."},
+    )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
     num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})
     mask_token_id: int | None = field(default=None, metadata={"help": "A token the target never produces."})
@@ -60,6 +71,10 @@ class DrafterArguments:
     init_from_target_layers: list[int] | None = field(
         default=None, metadata={"help": "Start each draft layer from this target layer."}
     )
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` must be one of {tuple(ARCHITECTURES)}, got {self.architecture!r}.")
 
 
 @dataclass
@@ -171,9 +186,10 @@ def build_drafter(
     conversations: list[Conversation],
 ) -> DSparkModel:
     """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
+        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
     if arguments.mask_token_id is None:
@@ -182,8 +198,10 @@ def build_drafter(
         target,
         tokenizer,
         arguments.target,
+        config_class=architecture.config_class,
         num_hidden_layers=arguments.num_draft_layers,
         block_size=arguments.block_size,
+        sample_from_anchor=arguments.sample_from_anchor,
         target_layer_ids=ids,
         mask_token_id=arguments.mask_token_id,
         markov_rank=arguments.markov_rank,
@@ -192,7 +210,7 @@ def build_drafter(
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
     )
-    drafter = DSparkModel(config)
+    drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
         eos = text.eos_token_id
         always = [] if eos is None else eos if isinstance(eos, list) else [eos]

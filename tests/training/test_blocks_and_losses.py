@@ -40,7 +40,7 @@ def test_labels_and_supervision_by_double_loop(seed):
 def test_mask_by_double_loop(seed):
     """A block query sees context before its anchor, and its own block, and nothing else."""
     input_ids, _, blocks = random_blocks(seed)
-    mask = block_mask(blocks, input_ids.shape[1])
+    mask = block_mask(blocks, input_ids.shape[1], 5)
     length, block_size = input_ids.shape[1], 5
     assert mask.shape == (3, 1, 20, length + 20)
     for row in range(3):
@@ -53,11 +53,11 @@ def test_mask_by_double_loop(seed):
 
 def test_positions_and_tokens():
     input_ids, _, blocks = random_blocks()
-    positions = block_positions(blocks, 17)
+    positions = block_positions(blocks, 17, 5)
     assert positions[0, :17].tolist() == list(range(17))
     anchor = int(blocks.anchors[0, 1])
     assert positions[0, 17 + 5 : 17 + 10].tolist() == list(range(anchor, anchor + 5))
-    tokens = block_inputs(blocks, input_ids, 3).view(3, 4, 5)
+    tokens = block_inputs(blocks, input_ids, 3, 5).view(3, 4, 5)
     assert (tokens[..., 1:] == 3).all()
     expected = torch.where(blocks.keep, input_ids.gather(1, blocks.anchors), 3)
     assert torch.equal(tokens[..., 0], expected)
@@ -159,7 +159,7 @@ def test_chunked_attention_equals_dense_attention(num_blocks):
     blocks = make_blocks(
         input_ids, torch.ones(2, length, dtype=torch.bool), anchors=anchors, keep=keep, block_size=block_size
     )
-    mask = block_mask(blocks, length)
+    mask = block_mask(blocks, length, block_size)
     queries = torch.randn(2, 4, num_blocks * block_size, 8)
     keys, values = torch.randn(2, 2, 2, length + num_blocks * block_size, 8)
     kwargs = {"dropout": 0.0, "scaling": 0.3, "is_causal": False}
