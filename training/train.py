@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
+from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
@@ -72,9 +73,24 @@ class DrafterArguments:
         default=None, metadata={"help": "Start each draft layer from this target layer."}
     )
 
+    peft: str | None = field(
+        default=None,
+        metadata={"help": "`lora`: fine-tune `drafter` by low-rank adapters; its heads are trained whole."},
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
+
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"`architecture` must be one of {tuple(ARCHITECTURES)}, got {self.architecture!r}.")
+        if self.peft not in (None, "lora"):
+            raise ValueError(f"`peft` must be `lora` or left out, got {self.peft!r}.")
+        if self.peft and self.drafter is None:
+            raise ValueError("`peft: lora` fine-tunes a trained drafter; say which with `drafter`.")
+        if self.lora_rank < 1 or self.lora_alpha < 1:
+            raise ValueError(
+                f"`lora_rank` and `lora_alpha` must be at least 1, got {self.lora_rank} and {self.lora_alpha}."
+            )
 
 
 @dataclass
@@ -234,6 +250,9 @@ def main(argv: list[str] | None = None) -> DSparkModel:
     target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
     target.to(training.device)
     drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
+    adapters = None
+    if drafter_arguments.peft:
+        adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     cache = None
     if data.feature_cache is not None:
         cache = FeatureCache(
@@ -265,7 +284,11 @@ def main(argv: list[str] | None = None) -> DSparkModel:
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         folder = Path(training.output_dir) / "drafter"
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        trained: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if adapters is not None:
+            save_adapter(trained, adapters, Path(training.output_dir) / "adapter")
+            merge_lora(trained)
+        trained.save_pretrained(folder)
         log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
         (Path(training.output_dir) / "log.jsonl").write_text(log)
     return drafter
