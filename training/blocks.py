@@ -8,8 +8,11 @@ Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size, `P` po
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,27 @@ def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Te
     return torch.cat([context, own], dim=-1)[:, None]
 
 
+def flex_block_mask(blocks: Blocks, num_context: int, num_positions: int) -> BlockMask:
+    """`block_mask` as flex attention takes it: a rule, and which tiles it leaves empty."""
+    anchors, num_queries = blocks.anchors, blocks.anchors.shape[1] * num_positions
+    rule = partial(_may_read, anchors, num_context, num_positions)
+    return create_block_mask(rule, len(anchors), None, num_queries, num_context + num_queries, device=anchors.device)
+
+
+def _may_read(
+    anchors: torch.Tensor, num_context: int, num_positions: int, row: torch.Tensor, _: Any, query: Any, key: Any
+) -> torch.Tensor:
+    own = query // num_positions
+    return torch.where(key < num_context, key < anchors[row, own], (key - num_context) // num_positions == own)
+
+
 __all__ = [
     "Blocks",
     "anchor_candidates",
     "block_inputs",
     "block_mask",
     "block_positions",
+    "flex_block_mask",
     "make_blocks",
     "sample_anchors",
 ]

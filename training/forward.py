@@ -12,7 +12,7 @@ import torch
 
 from modeling_dspark import DSparkModel
 from modeling_dspark.target_dspark import TargetBinding
-from training.blocks import Blocks, block_inputs, block_mask, block_positions
+from training.blocks import Blocks, block_inputs, block_mask, block_positions, flex_block_mask
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ def forward_blocks(
     if own is not None:
         return own(binding, blocks, input_ids=input_ids, features=features)
     num_context, num_positions = input_ids.shape[1], drafter.config.num_block_positions
+    make_mask = flex_block_mask if drafter.config._attn_implementation == "flex_attention" else block_mask
     noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id, num_positions)
     hidden = drafter(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
         position_ids=block_positions(blocks, num_context, num_positions),
-        attention_mask=block_mask(blocks, num_context, num_positions),
+        attention_mask=make_mask(blocks, num_context, num_positions),
     ).last_hidden_state.unflatten(1, (-1, num_positions))[:, :, -blocks.labels.shape[-1] :]
     selected = hidden[blocks.supervised]
     latent = previous = None

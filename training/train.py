@@ -263,8 +263,7 @@ def main(argv: list[str] | None = None) -> DSparkModel:
             hidden_size=drafter.config.hidden_size,
         )
         cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
-    if training.device.type == "cpu":
-        drafter.set_attn_implementation(CHUNKED_ATTENTION)
+    drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
     trainer = DSparkTrainer(

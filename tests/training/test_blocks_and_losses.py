@@ -6,7 +6,17 @@ from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.attention import chunked_attention
-from training.blocks import anchor_candidates, block_inputs, block_mask, block_positions, make_blocks, sample_anchors
+from training.blocks import (
+    anchor_candidates,
+    block_inputs,
+    block_mask,
+    block_positions,
+    flex_block_mask,
+    make_blocks,
+    sample_anchors,
+)
+from training.features import compute_features
+from training.forward import forward_blocks
 from training.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
 
 
@@ -49,6 +59,35 @@ def test_mask_by_double_loop(seed):
             for key in range(length + 20):
                 own = key >= length and (key - length) // block_size == query // block_size
                 assert bool(mask[row, 0, query, key]) == (own or (key < length and key < anchor))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rule_of_flex_attention_is_the_mask(seed):
+    from torch.nn.attention.flex_attention import create_mask
+
+    _, _, blocks = random_blocks(seed)
+    made = flex_block_mask(blocks, 17, 5)
+    dense = create_mask(made.mask_mod, 3, 1, 20, 17 + 20, device="cpu")
+    assert torch.equal(dense, block_mask(blocks, 17, 5))
+    assert made.shape == (3, 1, 20, 17 + 20)
+
+
+@pytest.mark.slow
+def test_flex_attention_equals_dense_attention():
+    """On a CPU it has no gradient, so only the forward is compared."""
+    input_ids, response_mask, blocks = random_blocks()
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=5)
+    binding = drafter.bind(target)
+    features = compute_features(
+        target, binding, input_ids, target_layer_ids=drafter.config.target_layer_ids, needed=response_mask
+    ).features
+    with torch.no_grad():
+        dense = forward_blocks(drafter, binding, blocks, input_ids=input_ids, features=features)
+        drafter.set_attn_implementation("flex_attention")
+        flex = forward_blocks(drafter, binding, blocks, input_ids=input_ids, features=features)
+    assert_close(flex.hidden, dense.hidden, atol=1e-5, rtol=1e-5)
+    assert_close(flex.confidence_logits, dense.confidence_logits, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_and_tokens():
