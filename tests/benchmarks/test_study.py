@@ -1,15 +1,19 @@
 """The study of baselines: same data and recipe for all, resumes, and measures by the replay."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import study
+from benchmarks import domain, study
+from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training.train import ARCHITECTURES, parse_arguments
 
 
+ROOT = Path(__file__).parents[2]
 EVERY = {name: fields for group in study.GROUPS.values() for name, fields in group.items()}
 
 
@@ -100,3 +104,39 @@ def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
     arguments = ["--prompts", "p", "--answers", "a", "--groups", "main", "--work", str(tmp_path)]
     assert study.main(arguments) == 2
     assert "The training of `dspark` failed" in capsys.readouterr().err
+
+
+class TestDomain:
+    def options(self, tmp_path, *more):
+        tiny_drafter(tiny_target("llama")).save_pretrained(tmp_path / "base")
+        lines = [{"turns": ["abc"], "category": "code"}, {"turns": ["de"], "category": "chat"}]
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        answers = [{"prompt": index % 2, "answer_ids": [5, 6, 7, 8]} for index in range(6)]
+        (tmp_path / "b.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        evaluation = options(tmp_path).eval_prompts
+        return domain.parse_options(
+            [
+                *("--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "base"), "--limit", "2"),
+                *("--prompts", str(tmp_path / "train.jsonl"), "--answers", str(tmp_path / "b.jsonl"), *more),
+                *("--eval-prompts", evaluation, "--work", str(tmp_path / "w"), "--output", str(tmp_path / "d.json")),
+                *("--max-new-tokens", "8", "--steps", "2", "--lora-rank", "2"),
+            ]
+        )
+
+    def test_before_and_after_are_written(self, tiny_study, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        domain.run(self.options(tmp_path))
+        report = json.loads((tmp_path / "d.json").read_text())
+        assert report["conversations"] == 3
+        assert set(report["before"]["tau"]) == set(report["after"]["tau"]) == {"one", "two", "all"}
+        assert domain.tau_rows(report["before"], report["after"]) in capsys.readouterr().out
+        assert (tmp_path / "w" / "tuned" / "adapter" / "adapter_config.json").is_file()
+        before, after = (
+            DSparkModel.from_pretrained(folder).state_dict()["layers.0.mlp.up_proj.weight"]
+            for folder in (tmp_path / "base", tmp_path / "w" / "tuned" / "drafter")
+        )
+        assert not torch.equal(before, after)
+
+    def test_a_domain_that_is_not_there_is_named(self, tiny_study, tmp_path):
+        with pytest.raises(ValueError, match=r"'chat', 'code'"):
+            domain.run(self.options(tmp_path, "--domain", "law"))
