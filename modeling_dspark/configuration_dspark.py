@@ -41,7 +41,10 @@ class DSparkConfig(PreTrainedConfig):
         attention_bias (`bool`, *optional*, defaults to `False`): Whether the attention projections have a bias.
         attention_dropout (`float`, *optional*, defaults to `0.0`): Dropout of attention weights in training.
         block_size (`int`, *optional*, defaults to `7`):
-            Draft positions of one block (`gamma` in the paper); slot 0 is the anchor and predicts the first token.
+            Draft tokens of one block (`gamma` in the paper).
+        sample_from_anchor (`bool`, *optional*, defaults to `True`):
+            Whether the first draft token comes from the anchor's own position, and each slot predicts the token after
+            it. `False` is DFlash's older layout: a slot predicts the token at its own position, and the anchor's none.
         target_layer_ids (`list[int]`, *optional*, defaults to `[1, 9, 17, 25, 33]`):
             Tapped target layers, strictly increasing; id `i` is the output of layer `i` (`hidden_states[i + 1]`), `-1`
             the embedding output. The last layer cannot be tapped (Transformers returns it after the final norm).
@@ -102,6 +105,7 @@ class DSparkConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
 
     block_size: int = 7
+    sample_from_anchor: bool = True
     target_layer_ids: list[int] | None = None
     num_target_layers: int = 36
     mask_token_id: int = 151669
@@ -138,6 +142,11 @@ class DSparkConfig(PreTrainedConfig):
         self._check_heads()
         self._check_defaults()
         super().__post_init__(**kwargs)
+
+    @property
+    def num_block_positions(self) -> int:
+        """Positions of a block in the backbone: its slots, and before them the anchor if that has none."""
+        return self.block_size + (not self.sample_from_anchor)
 
     def _check_sizes(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -178,6 +187,8 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`markov_rank` must be at least 0 (0 = no sequential head), got {self.markov_rank}.")
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {self.markov_head_type!r}.")
+        if not self.sample_from_anchor and self.markov_head_type == "rnn":
+            raise ValueError("`sample_from_anchor=False` goes with stateless heads, got `markov_head_type='rnn'`.")
         if self.markov_rank == 0 and self.markov_head_type != "vanilla":
             raise ValueError(
                 f"`markov_head_type={self.markov_head_type!r}` needs `markov_rank > 0`; `markov_rank=0` has no head."

@@ -82,14 +82,14 @@ def draft_block(
     rows, num_context = features.shape[:2]
     lengths = [num_context] * rows if context_lengths is None else context_lengths
     config, device = drafter.config, drafter.device
-    noise = torch.full((rows, config.block_size), config.mask_token_id, device=device)
+    noise = torch.full((rows, config.num_block_positions), config.mask_token_id, device=device)
     noise[:, 0] = anchor_tokens.to(device)
     start = torch.tensor(cache.lengths[:rows], device=device)[:, None]
     new = torch.tensor(lengths, device=device)[:, None]
     positions = torch.cat(
         [
             start + torch.arange(num_context, device=device),
-            start + new + torch.arange(config.block_size, device=device),
+            start + new + torch.arange(config.num_block_positions, device=device),
         ],
         dim=1,
     )
@@ -101,7 +101,7 @@ def draft_block(
         context_lengths=lengths,
     )
     cache.advance(lengths)
-    return output.last_hidden_state
+    return output.last_hidden_state[:, -config.block_size :]
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ class Engine:
         if reason := why_not_packable(target):
             raise ValueError(f"{type(target).__name__} cannot be decoded in a packed batch: {reason}.")
         config = drafter.config
-        room = None if max_length is None else max_length + config.block_size + 1
+        room = None if max_length is None else max_length + config.num_block_positions + 1
         self.keep_scores, self.keep_logits, self.record_confidence = keep_scores, keep_logits, record_confidence
         self.processors = RowProcessors(logits_processor, batch_size)
         self.selector = TokenSelector(

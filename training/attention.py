@@ -40,7 +40,7 @@ def chunked_attention(
     """
     num_queries = query.shape[2]
     num_context = key.shape[2] - num_queries
-    chunk = _BLOCKS_A_CHUNK * module.config.block_size
+    chunk = _BLOCKS_A_CHUNK * module.config.num_block_positions
     outputs = []
     for start in range(0, num_queries, chunk):
         end = min(start + chunk, num_queries)

@@ -3,12 +3,16 @@
 A block starts at an anchor (position `a` in the response whose next token is also in the response). Slot `k` has label
 `x[a + 1 + k]`, previous token `x[a + k]`, position `a + k`; it sees context positions `< a` and its own block.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size.
+Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size, `P` positions of a block in the backbone (`K`, or
+`K + 1` where the anchor's own position predicts nothing).
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,11 @@ class Blocks:
     @property
     def label_sources(self) -> torch.Tensor:
         """Positions `a + k` whose target distribution predicts slot `k`: `[B, N, K]`, not clamped to the sequence."""
-        return self.anchors[..., None] + torch.arange(self.labels.shape[-1], device=self.anchors.device)
+        return self.positions(self.labels.shape[-1])
+
+    def positions(self, num_positions: int) -> torch.Tensor:
+        """Positions `[B, N, P]` of a block that starts at its anchor."""
+        return self.anchors[..., None] + torch.arange(num_positions, device=self.anchors.device)
 
 
 def anchor_candidates(response_mask: torch.Tensor) -> torch.Tensor:
@@ -72,33 +80,46 @@ def make_blocks(
     return Blocks(anchors, keep, previous, labels.masked_fill(~supervised, 0), supervised)
 
 
-def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int) -> torch.Tensor:
-    """Block tokens `[B, N * K]`: the anchor, then mask tokens."""
-    noise = torch.full_like(blocks.labels, mask_token_id)
+def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int, num_positions: int) -> torch.Tensor:
+    """Block tokens `[B, N * P]`: the anchor, then mask tokens."""
+    noise = blocks.labels.new_full((*blocks.anchors.shape, num_positions), mask_token_id)
     noise[..., 0] = torch.where(blocks.keep, input_ids.gather(1, blocks.anchors), mask_token_id)
     return noise.flatten(1)
 
 
-def block_positions(blocks: Blocks, num_context: int) -> torch.Tensor:
-    """Positions `[B, T + N * K]` of the context followed by all blocks."""
+def block_positions(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
+    """Positions `[B, T + N * P]` of the context followed by all blocks."""
     rows = blocks.anchors.shape[0]
     context = torch.arange(num_context, device=blocks.anchors.device).expand(rows, -1)
-    return torch.cat([context, blocks.label_sources.flatten(1)], dim=1)
+    return torch.cat([context, blocks.positions(num_positions).flatten(1)], dim=1)
 
 
-def block_mask(blocks: Blocks, num_context: int) -> torch.Tensor:
-    """Mask `[B, 1, N * K, T + N * K]`: a block sees context before its anchor, and itself.
+def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
+    """Mask `[B, 1, N * P, T + N * P]`: a block sees context before its anchor, and itself.
 
     Dummy blocks see themselves too, so that no query has nothing to attend to; they are never supervised.
     """
     rows, num_blocks = blocks.anchors.shape
-    block_size = blocks.labels.shape[-1]
     device = blocks.anchors.device
-    owner = torch.arange(num_blocks, device=device).repeat_interleave(block_size)  # [N * K]
-    anchors = blocks.anchors.gather(1, owner.expand(rows, -1))  # [B, N * K]
+    owner = torch.arange(num_blocks, device=device).repeat_interleave(num_positions)  # [N * P]
+    anchors = blocks.anchors.gather(1, owner.expand(rows, -1))  # [B, N * P]
     context = torch.arange(num_context, device=device) < anchors[..., None]
     own = (owner[:, None] == owner).expand(rows, -1, -1)
     return torch.cat([context, own], dim=-1)[:, None]
+
+
+def flex_block_mask(blocks: Blocks, num_context: int, num_positions: int) -> BlockMask:
+    """`block_mask` as flex attention takes it: a rule, and which tiles it leaves empty."""
+    anchors, num_queries = blocks.anchors, blocks.anchors.shape[1] * num_positions
+    rule = partial(_may_read, anchors, num_context, num_positions)
+    return create_block_mask(rule, len(anchors), None, num_queries, num_context + num_queries, device=anchors.device)
+
+
+def _may_read(
+    anchors: torch.Tensor, num_context: int, num_positions: int, row: torch.Tensor, _: Any, query: Any, key: Any
+) -> torch.Tensor:
+    own = query // num_positions
+    return torch.where(key < num_context, key < anchors[row, own], (key - num_context) // num_positions == own)
 
 
 __all__ = [
@@ -107,6 +128,7 @@ __all__ = [
     "block_inputs",
     "block_mask",
     "block_positions",
+    "flex_block_mask",
     "make_blocks",
     "sample_anchors",
 ]

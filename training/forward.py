@@ -5,13 +5,14 @@ The same `forward` and the same head steps as in decoding; only what is packed d
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `D` hidden size, `r` Markov rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from modeling_dspark import DSparkModel
 from modeling_dspark.target_dspark import TargetBinding
-from training.blocks import Blocks, block_inputs, block_mask, block_positions
+from training.blocks import Blocks, block_inputs, block_mask, block_positions, flex_block_mask
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,22 @@ class BlockOutputs:
 def forward_blocks(
     drafter: DSparkModel, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
 ) -> BlockOutputs:
-    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary."""
-    num_context = input_ids.shape[1]
-    noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id)
+    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary.
+
+    A drafter that works otherwise brings a `forward_blocks` of its own.
+    """
+    own: Callable[..., BlockOutputs] | None = getattr(drafter, "forward_blocks", None)
+    if own is not None:
+        return own(binding, blocks, input_ids=input_ids, features=features)
+    num_context, num_positions = input_ids.shape[1], drafter.config.num_block_positions
+    make_mask = flex_block_mask if drafter.config._attn_implementation == "flex_attention" else block_mask
+    noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id, num_positions)
     hidden = drafter(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
-        position_ids=block_positions(blocks, num_context),
-        attention_mask=block_mask(blocks, num_context),
-    ).last_hidden_state.view(*blocks.labels.shape, -1)
+        position_ids=block_positions(blocks, num_context, num_positions),
+        attention_mask=make_mask(blocks, num_context, num_positions),
+    ).last_hidden_state.unflatten(1, (-1, num_positions))[:, :, -blocks.labels.shape[-1] :]
     selected = hidden[blocks.supervised]
     latent = previous = None
     head = drafter.markov_head

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from training.eagle import EagleDrafter
 from training.targets import chat_template_hash
 
 
@@ -21,9 +22,14 @@ def default_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
 
 
 def config_for_target(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target_name: str, **choices: Any
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target_name: str,
+    *,
+    config_class: type[DSparkConfig] = DSparkConfig,
+    **choices: Any,
 ) -> DSparkConfig:
-    """Configuration of a drafter with the target's sizes; `choices` are fields of [`DSparkConfig`] and win."""
+    """Configuration of a drafter with the target's sizes; `choices` are fields of `config_class` and win."""
     text = target.config.get_text_config()
     fields = {
         name: getattr(text, name)
@@ -38,7 +44,7 @@ def config_for_target(
     fields["num_target_layers"] = text.num_hidden_layers
     fields["target_name_or_path"] = target_name
     fields["chat_template_sha256"] = chat_template_hash(tokenizer) if tokenizer is not None else None
-    return DSparkConfig(**(fields | choices))
+    return config_class(**(fields | choices))
 
 
 @torch.no_grad()
@@ -68,7 +74,8 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
     size = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:] = torch.eye(size)
-    drafter.hidden_norm.weight.copy_(layers[layer_ids[0]].input_layernorm.weight)
+    if not isinstance(drafter, EagleDrafter):
+        drafter.hidden_norm.weight.copy_(layers[layer_ids[0]].input_layernorm.weight)
     drafter.norm.weight.copy_(base.norm.weight)
 
 

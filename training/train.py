@@ -22,10 +22,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
+from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.eagle import EagleDrafter
 from training.features import FeatureCache, fingerprint
 from training.initialization import (
     config_for_target,
@@ -40,6 +42,8 @@ from training.trainer import DSparkTrainer
 
 logger = logging.get_logger("training.train")
 
+ARCHITECTURES: dict[str, Any] = {"dspark": DSparkModel, "eagle": EagleDrafter}
+
 
 @dataclass
 class DrafterArguments:
@@ -48,8 +52,16 @@ class DrafterArguments:
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
     drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
+    architecture: str = field(
+        default="dspark",
+        metadata={"help": "`dspark`, or as a baseline `eagle`: autoregressive, one layer, no decoding loop."},
+    )
     num_draft_layers: int = field(default=5, metadata={"help": "Layers of the draft backbone."})
     block_size: int = field(default=7, metadata={"help": "Draft positions of a block."})
+    sample_from_anchor: bool = field(
+        default=True,
+        metadata={"help": "Whether slot 0 is the anchor; false: DFlash's older layout, one position more."},
+    )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
     num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})
     mask_token_id: int | None = field(default=None, metadata={"help": "A token the target never produces."})
@@ -60,6 +72,25 @@ class DrafterArguments:
     init_from_target_layers: list[int] | None = field(
         default=None, metadata={"help": "Start each draft layer from this target layer."}
     )
+
+    peft: str | None = field(
+        default=None,
+        metadata={"help": "`lora`: fine-tune `drafter` by low-rank adapters; its heads are trained whole."},
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` must be one of {tuple(ARCHITECTURES)}, got {self.architecture!r}.")
+        if self.peft not in (None, "lora"):
+            raise ValueError(f"`peft` must be `lora` or left out, got {self.peft!r}.")
+        if self.peft and self.drafter is None:
+            raise ValueError("`peft: lora` fine-tunes a trained drafter; say which with `drafter`.")
+        if self.lora_rank < 1 or self.lora_alpha < 1:
+            raise ValueError(
+                f"`lora_rank` and `lora_alpha` must be at least 1, got {self.lora_rank} and {self.lora_alpha}."
+            )
 
 
 @dataclass
@@ -171,9 +202,10 @@ def build_drafter(
     conversations: list[Conversation],
 ) -> DSparkModel:
     """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
+        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
     if arguments.mask_token_id is None:
@@ -182,8 +214,10 @@ def build_drafter(
         target,
         tokenizer,
         arguments.target,
+        config_class=architecture.config_class,
         num_hidden_layers=arguments.num_draft_layers,
         block_size=arguments.block_size,
+        sample_from_anchor=arguments.sample_from_anchor,
         target_layer_ids=ids,
         mask_token_id=arguments.mask_token_id,
         markov_rank=arguments.markov_rank,
@@ -192,7 +226,7 @@ def build_drafter(
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
     )
-    drafter = DSparkModel(config)
+    drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
         eos = text.eos_token_id
         always = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -216,6 +250,9 @@ def main(argv: list[str] | None = None) -> DSparkModel:
     target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
     target.to(training.device)
     drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
+    adapters = None
+    if drafter_arguments.peft:
+        adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     cache = None
     if data.feature_cache is not None:
         cache = FeatureCache(
@@ -226,8 +263,7 @@ def main(argv: list[str] | None = None) -> DSparkModel:
             hidden_size=drafter.config.hidden_size,
         )
         cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
-    if training.device.type == "cpu":
-        drafter.set_attn_implementation(CHUNKED_ATTENTION)
+    drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
     trainer = DSparkTrainer(
@@ -247,7 +283,11 @@ def main(argv: list[str] | None = None) -> DSparkModel:
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         folder = Path(training.output_dir) / "drafter"
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        trained: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if adapters is not None:
+            save_adapter(trained, adapters, Path(training.output_dir) / "adapter")
+            merge_lora(trained)
+        trained.save_pretrained(folder)
         log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
         (Path(training.output_dir) / "log.jsonl").write_text(log)
     return drafter

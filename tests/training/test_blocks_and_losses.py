@@ -6,7 +6,17 @@ from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.attention import chunked_attention
-from training.blocks import anchor_candidates, block_inputs, block_mask, block_positions, make_blocks, sample_anchors
+from training.blocks import (
+    anchor_candidates,
+    block_inputs,
+    block_mask,
+    block_positions,
+    flex_block_mask,
+    make_blocks,
+    sample_anchors,
+)
+from training.features import compute_features
+from training.forward import forward_blocks
 from training.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
 
 
@@ -40,7 +50,7 @@ def test_labels_and_supervision_by_double_loop(seed):
 def test_mask_by_double_loop(seed):
     """A block query sees context before its anchor, and its own block, and nothing else."""
     input_ids, _, blocks = random_blocks(seed)
-    mask = block_mask(blocks, input_ids.shape[1])
+    mask = block_mask(blocks, input_ids.shape[1], 5)
     length, block_size = input_ids.shape[1], 5
     assert mask.shape == (3, 1, 20, length + 20)
     for row in range(3):
@@ -51,13 +61,42 @@ def test_mask_by_double_loop(seed):
                 assert bool(mask[row, 0, query, key]) == (own or (key < length and key < anchor))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rule_of_flex_attention_is_the_mask(seed):
+    from torch.nn.attention.flex_attention import create_mask
+
+    _, _, blocks = random_blocks(seed)
+    made = flex_block_mask(blocks, 17, 5)
+    dense = create_mask(made.mask_mod, 3, 1, 20, 17 + 20, device="cpu")
+    assert torch.equal(dense, block_mask(blocks, 17, 5))
+    assert made.shape == (3, 1, 20, 17 + 20)
+
+
+@pytest.mark.slow
+def test_flex_attention_equals_dense_attention():
+    """On a CPU it has no gradient, so only the forward is compared."""
+    input_ids, response_mask, blocks = random_blocks()
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=5)
+    binding = drafter.bind(target)
+    features = compute_features(
+        target, binding, input_ids, target_layer_ids=drafter.config.target_layer_ids, needed=response_mask
+    ).features
+    with torch.no_grad():
+        dense = forward_blocks(drafter, binding, blocks, input_ids=input_ids, features=features)
+        drafter.set_attn_implementation("flex_attention")
+        flex = forward_blocks(drafter, binding, blocks, input_ids=input_ids, features=features)
+    assert_close(flex.hidden, dense.hidden, atol=1e-5, rtol=1e-5)
+    assert_close(flex.confidence_logits, dense.confidence_logits, atol=1e-5, rtol=1e-5)
+
+
 def test_positions_and_tokens():
     input_ids, _, blocks = random_blocks()
-    positions = block_positions(blocks, 17)
+    positions = block_positions(blocks, 17, 5)
     assert positions[0, :17].tolist() == list(range(17))
     anchor = int(blocks.anchors[0, 1])
     assert positions[0, 17 + 5 : 17 + 10].tolist() == list(range(anchor, anchor + 5))
-    tokens = block_inputs(blocks, input_ids, 3).view(3, 4, 5)
+    tokens = block_inputs(blocks, input_ids, 3, 5).view(3, 4, 5)
     assert (tokens[..., 1:] == 3).all()
     expected = torch.where(blocks.keep, input_ids.gather(1, blocks.anchors), 3)
     assert torch.equal(tokens[..., 0], expected)
@@ -159,7 +198,7 @@ def test_chunked_attention_equals_dense_attention(num_blocks):
     blocks = make_blocks(
         input_ids, torch.ones(2, length, dtype=torch.bool), anchors=anchors, keep=keep, block_size=block_size
     )
-    mask = block_mask(blocks, length)
+    mask = block_mask(blocks, length, block_size)
     queries = torch.randn(2, 4, num_blocks * block_size, 8)
     keys, values = torch.randn(2, 2, 2, length + num_blocks * block_size, 8)
     kwargs = {"dropout": 0.0, "scaling": 0.3, "is_causal": False}

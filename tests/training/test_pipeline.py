@@ -1,6 +1,7 @@
 """Regenerate, feature cache and training on tiny models, end to end: resume, errors, and that training learns."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -340,8 +341,6 @@ class TestTrain:
         """Ten steps equal five steps, a stop, and five more from the checkpoint: the same blocks, bit for bit."""
         whole = main(train_flags(workspace, "whole"))
         main(train_flags(workspace, "parts", max_steps=10))
-        import shutil
-
         shutil.rmtree(workspace / "parts" / "checkpoint-10")
         resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true"))
         for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
@@ -422,3 +421,39 @@ class TestTrain:
         index = flags.index("--mask_token_id")
         with pytest.raises(ValueError, match="mask_token_id"):
             main(flags[:index] + flags[index + 2 :])
+
+    def test_adapters_leave_the_backbone_and_are_merged(self, workspace):
+        """Only adapters and heads are trained; what is saved is a plain drafter that drafts as the adapted one did."""
+        base = main(train_flags(workspace, "base", max_steps=2))
+        folder = workspace / "base" / "drafter"
+        tuned = main(train_flags(workspace, "tuned", drafter=folder, peft="lora", lora_rank=2, max_steps=6))
+        saved = DSparkModel.from_pretrained(workspace / "tuned" / "drafter")
+        assert {name for name, _ in saved.named_parameters()} == {name for name, _ in base.named_parameters()}
+        before, after = base.state_dict(), saved.state_dict()
+        changes = {name: float((after[name] - before[name]).abs().max()) for name in before}
+        assert changes["layers.0.self_attn.q_proj.weight"] > 0
+        assert changes["markov_head.markov_w2.weight"] > 0
+        assert changes["norm.weight"] == changes["hidden_norm.weight"] == 0
+        rank = torch.linalg.matrix_rank(
+            after["layers.0.mlp.up_proj.weight"] - before["layers.0.mlp.up_proj.weight"], tol=1e-5
+        )
+        assert 0 < int(rank) <= 2
+        assert all(torch.equal(after[name], tensor) for name, tensor in tuned.state_dict().items())
+        assert (workspace / "tuned" / "adapter" / "adapter_model.safetensors").is_file()
+        assert json.loads((workspace / "tuned" / "adapter" / "adapter_config.json").read_text())["r"] == 2
+
+    def test_adapters_resume(self, workspace):
+        main(train_flags(workspace, "base", max_steps=2))
+        flags = {"drafter": workspace / "base" / "drafter", "peft": "lora", "max_steps": 10}
+        whole = main(train_flags(workspace, "whole", **flags))
+        main(train_flags(workspace, "parts", **flags))
+        shutil.rmtree(workspace / "parts" / "checkpoint-10")
+        resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true", **flags))
+        for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
+            assert torch.equal(one, other), name
+
+    def test_adapters_need_a_drafter(self, workspace):
+        with pytest.raises(ValueError, match="say which with `drafter`"):
+            main(train_flags(workspace, "run", peft="lora"))
+        with pytest.raises(ValueError, match="`peft` must be `lora`"):
+            main(train_flags(workspace, "run", peft="dora"))

@@ -1,0 +1,146 @@
+"""Fine-tune a drafter for one domain by low-rank adapters, and measure what it brings there and elsewhere.
+
+    python -m benchmarks.domain --prompts prompts_train.jsonl --answers answers.jsonl --domain code --steps 300
+
+Training takes the conversations whose prompt has the domain as its `category`. The target answers the evaluation prompts
+greedily once, and the drafter is replayed over those answers before and after. A run that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.packed import exit_status
+from benchmarks.pair import DEFAULT_DRAFTER, HelpFormatter, check_drafter, describe_drafter, positive_int
+from benchmarks.report import markdown_table, write_json
+from benchmarks.study import evaluation_sets, measure
+from modeling_dspark import DSparkModel
+from training.regenerate import read_jsonl, write_atomically
+from training.targets import EMBEDDED_TARGET, load_target
+
+
+HERE = Path(__file__).parent
+DEFINITIONS = {
+    "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
+    "train_minutes": "wall time of the fine-tuning, other work on the machine included",
+}
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.domain", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
+    parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="a folder or a Hub id")
+    parser.add_argument("--prompts", required=True, help="JSONL file of training prompts with `category`")
+    parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
+    parser.add_argument("--domain", default="code", help="category to fine-tune for")
+    parser.add_argument("--eval-prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL, grouped by `source`")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts of each set")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="of the answers that are replayed")
+    parser.add_argument("--steps", type=positive_int, default=300, help="of the fine-tuning")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="its highest")
+    parser.add_argument("--lora-rank", type=positive_int, default=16, help="of the adapters")
+    parser.add_argument("--feature-cache", help="folder for features (default: computed in every step)")
+    parser.add_argument("--work", default="runs/domain", help="folder of the training and the answers")
+    parser.add_argument("--output", default=str(HERE / "results" / "domain.json"), help="the JSON file to write")
+    return parser.parse_args(argv)
+
+
+def domain_answers(options: argparse.Namespace) -> tuple[Path, int]:
+    """A file with the answers to the prompts of the domain, and their number.
+
+    Raises:
+        ValueError: if no prompt is of that category.
+    """
+    prompts = read_jsonl(options.prompts)
+    categories = [record.get("category") for record in prompts]
+    if options.domain not in categories:
+        raise ValueError(
+            f"`--domain {options.domain}`: `{options.prompts}` has the categories {sorted({str(c) for c in categories})}."
+        )
+    answers = [record for path in options.answers for record in read_jsonl(path)]
+    chosen = [record for record in answers if categories[record["prompt"]] == options.domain]
+    path = Path(options.work) / "answers.jsonl"
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in chosen))
+    return path, len(chosen)
+
+
+def fine_tune(options: argparse.Namespace, answers: Path) -> float:
+    """Run the training, or the rest of it; minutes taken."""
+    folder = Path(options.work) / "tuned"
+    flags = [
+        *("--target", options.target, "--drafter", options.drafter, "--peft", "lora"),
+        *("--lora_rank", str(options.lora_rank), "--lora_alpha", str(2 * options.lora_rank)),
+        *("--prompts", options.prompts, "--answers", str(answers), "--output_dir", str(folder)),
+        *("--max_steps", str(options.steps), "--learning_rate", str(options.learning_rate), "--warmup_steps", "20"),
+        *("--lr_scheduler_type", "cosine", "--per_device_train_batch_size", "2", "--num_anchors", "64"),
+        *("--ce_weight", "0.1", "--soft_weight", "0.1", "--l1_weight", "0.8", "--confidence_weight", "0.3"),
+        *("--num_eval_conversations", "0", "--bf16", "true", "--use_cpu", str(not torch.cuda.is_available()).lower()),
+        *("--save_steps", "50", "--save_total_limit", "1", "--logging_steps", "25", "--report_to", "none"),
+    ]
+    if options.feature_cache:
+        flags += ["--feature_cache", options.feature_cache]
+    if any(folder.glob("checkpoint-*")):
+        flags += ["--resume_from_checkpoint", "true"]
+    begun = time.perf_counter()
+    if subprocess.run([sys.executable, "-m", "training.train", *flags], check=False).returncode:
+        raise ValueError("The training failed; its messages are above.")
+    return (time.perf_counter() - begun) / 60
+
+
+def replayed(folder: str, target: Any, sets: Any) -> dict[str, Any]:
+    drafter = DSparkModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return measure(drafter, target, sets)
+
+
+def tau_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Accepted length by set, before and after, as Markdown."""
+    rows = [
+        [name, f"{tau:.3f}", f"{after['tau'][name]:.3f}", f"{after['tau'][name] / tau - 1:+.1%}"]
+        for name, tau in before["tau"].items()
+    ]
+    return markdown_table(["set", "before", "after", "change"], rows)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fine-tune, measure, print and write."""
+    check_drafter(options.drafter)
+    facts = environment("bfloat16")
+    Path(options.work).mkdir(parents=True, exist_ok=True)
+    answers, count = domain_answers(options)
+    sets = evaluation_sets(options)
+    minutes = fine_tune(options, answers)
+    target = load_target(options.target, "bfloat16")
+    before = replayed(options.drafter, target, sets)
+    after = replayed(str(Path(options.work) / "tuned" / "drafter"), target, sets)
+    print(tau_rows(before, after))
+    content = {
+        "environment": facts,
+        "target": options.target,
+        "drafter": describe_drafter(DSparkModel.from_pretrained(options.drafter), options.drafter),
+        "domain": options.domain,
+        "conversations": count,
+        "steps": options.steps,
+        "train_minutes": round(minutes, 1),
+        "definitions": DEFINITIONS,
+        "before": before,
+        "after": after,
+    }
+    print(f"written to {write_json(options.output, content)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
+    options = parse_options(argv)
+    return exit_status(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Train DSpark and the drafters that it is compared with on the same data, for the same steps, and measure them alike.
+
+    python -m benchmarks.study --prompts prompts_train.jsonl --answers answers.jsonl --steps 1500
+    python -m benchmarks.study --prompts prompts_train.jsonl --answers answers.jsonl --groups main --steps 300 --limit 5
+
+Every drafter reads the same features, sees the same conversations, anchors and losses in the same order, and starts from
+the same target layers; what a name stands for is all that differs. The target answers the evaluation prompts greedily
+once, and each drafter is replayed over those answers. A study that was stopped goes on where it was. Groups: `main` (all
+kinds of drafters), `depth` (1 to 3 layers) and `block` (blocks of 4 to 16 drafts).
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from benchmarks.environment import environment
+from benchmarks.packed import exit_status, require_matplotlib
+from benchmarks.pair import HelpFormatter, positive_int
+from benchmarks.report import markdown_table, write_json
+from training.data import Conversation
+from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
+from training.replay import ReplayedRounds, replay
+from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
+from training.train import ARCHITECTURES
+
+
+HERE = Path(__file__).parent
+RECIPE: dict[str, Any] = {  # of the shipped drafter, whose trials were made with `dspark`
+    "target_dtype": "bfloat16", "num_draft_layers": 2, "block_size": 7, "target_layer_ids": [1, 10, 19, 28],
+    "mask_token_id": 16, "markov_rank": 64, "draft_vocab_size": 12288, "max_length": 512, "num_eval_conversations": 0,
+    "num_anchors": 64, "ce_weight": 0.1, "soft_weight": 0.1, "l1_weight": 0.8, "confidence_weight": 0.3,
+    "l1_warmup_fraction": 0.6, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 50,
+    "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": True,
+    "use_cpu": True, "logging_steps": 50, "save_steps": 100, "save_total_limit": 1, "report_to": "none",
+}  # fmt: skip
+WARM_START = {1: [29], 2: [28, 29], 3: [27, 28, 29]}
+PLAIN_HEADS = {"markov_rank": 0, "confidence_head": False}
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dspark-rnn": {"markov_head_type": "rnn"},
+    "dflash": PLAIN_HEADS,
+    "dflash-old-layout": PLAIN_HEADS | {"sample_from_anchor": False},
+    "eagle": PLAIN_HEADS | {"architecture": "eagle", "num_draft_layers": 1},
+    "mtp-1": PLAIN_HEADS | {"architecture": "eagle", "num_draft_layers": 1, "block_size": 1},
+}
+COMPARED = ("dspark", "dflash")
+GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "main": KINDS,
+    "depth": {f"{kind}-depth-{n}": KINDS[kind] | {"num_draft_layers": n} for n in (1, 3) for kind in COMPARED},
+    "block": {f"{kind}-block-{n}": KINDS[kind] | {"block_size": n} for n in (4, 8, 12, 16) for kind in COMPARED},
+}
+DEFINITIONS = {
+    "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
+    "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
+    "train_seconds": "wall time of the training, other work on the machine included",
+}
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.study", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
+    parser.add_argument("--prompts", required=True, help="JSONL file of training prompts")
+    parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
+    parser.add_argument("--eval-prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL, grouped by `source`")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts of each set")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="of the answers that are replayed")
+    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=list(GROUPS), help="what to train")
+    parser.add_argument("--steps", type=positive_int, default=1500, help="of every training")
+    parser.add_argument("--seed", type=int, default=0, help="of every training")
+    parser.add_argument("--work", default="runs/study", help="folder of trainings, answers and features")
+    parser.add_argument("--feature-cache", help="folder for features, computed once for all (default: in every step)")
+    parser.add_argument("--feature-cache-gb", type=float, default=20.0, help="its largest size")
+    parser.add_argument("--output", default=str(HERE / "results" / "study.json"), help="the JSON file to write")
+    parser.add_argument("--plots", help="folder for plots")
+    return parser.parse_args(argv)
+
+
+def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> list[str]:
+    """Arguments of `training.train` for one drafter."""
+    recipe = RECIPE | fields
+    recipe["init_from_target_layers"] = WARM_START[recipe["num_draft_layers"]]
+    recipe |= {
+        "target": options.target, "prompts": options.prompts, "answers": options.answers, "seed": options.seed,
+        "max_steps": options.steps, "output_dir": str(folder),
+    }  # fmt: skip
+    if options.feature_cache:
+        recipe |= {"feature_cache": options.feature_cache, "feature_cache_gb": options.feature_cache_gb}
+    if any(folder.glob("checkpoint-*")):
+        recipe["resume_from_checkpoint"] = "true"
+    flags: list[str] = []
+    for name, value in recipe.items():
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+    return flags
+
+
+def train(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> float:
+    """Train one drafter, or the rest of it, in a process of its own; seconds taken."""
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "training.train", *training_flags(options, fields, folder)]
+    if subprocess.run(command, check=False).returncode:
+        raise ValueError(f"The training of `{folder.name}` failed; its messages are above.")
+    return time.perf_counter() - begun
+
+
+def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]]:
+    """Greedy answers of the target by source, made once."""
+    work = Path(options.work)
+    kept, counts = [], {}
+    for record in read_jsonl(options.eval_prompts):
+        counts[record["source"]] = counts.get(record["source"], 0) + 1
+        if options.limit is None or counts[record["source"]] <= options.limit:
+            kept.append(record)
+    prompts = work / "eval_prompts.jsonl"
+    text = "".join(json.dumps(record) + "\n" for record in kept)
+    if prompts.is_file() and prompts.read_text(encoding="utf-8") != text:
+        raise ValueError(f"`{work}` holds a study of other evaluation prompts; choose another `--work`.")
+    write_atomically(prompts, text)
+    arguments = RegenerateArguments(
+        prompts=str(prompts),
+        output=str(work / "eval_answers.jsonl"),
+        target=options.target,
+        temperatures=[0.0],
+        max_new_tokens=options.max_new_tokens,
+        batch_size=16,
+    )
+    tokenizer = load_tokenizer(options.target)
+    sets: dict[str, list[Conversation]] = {}
+    for answer in sorted(read_jsonl(regenerate(arguments)), key=lambda answer: answer["prompt"]):
+        record = kept[answer["prompt"]]
+        ids = prompt_ids(tokenizer, record)
+        conversation = Conversation((*ids, *answer["answer_ids"]), len(ids), 0.0)
+        sets.setdefault(record["source"], []).append(conversation)
+    return sets
+
+
+def measure(drafter: Any, target: Any, sets: dict[str, list[Conversation]]) -> dict[str, Any]:
+    """Replay one drafter over all sets."""
+    pooled, tau = ReplayedRounds(), {}
+    for name, conversations in sets.items():
+        rounds = replay(drafter, target, conversations)
+        tau[name] = round(rounds.accepted_length, 4)
+        for field in ("accepted", "offered", "new_tokens"):
+            getattr(pooled, field).extend(getattr(rounds, field))
+    acceptance = pooled.conditional_acceptance(drafter.config.block_size)
+    return {
+        "tau": tau | {"all": round(pooled.accepted_length, 4)},
+        "rounds": len(pooled.accepted),
+        "acceptance": [None if math.isnan(value) else round(value, 4) for value in acceptance],
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+    }
+
+
+def study(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train and measure what is not there yet; results in the order of the groups."""
+    work = Path(options.work)
+    work.mkdir(parents=True, exist_ok=True)
+    sets = evaluation_sets(options)
+    results, target = [], None
+    chosen = [(group, name, GROUPS[group][name]) for group in options.groups for name in GROUPS[group]]
+    for group, name, fields in tqdm(chosen, desc="Drafters"):
+        folder = work / name
+        settings = {"fields": RECIPE | fields, "steps": options.steps, "seed": options.seed, "limit": options.limit}
+        record = folder / "result.json"
+        found = json.loads(record.read_text()) if record.is_file() else None
+        if found is None or found["settings"] != settings:
+            seconds = train(options, fields, folder)
+            target = target or load_target(options.target, "bfloat16")
+            architecture = ARCHITECTURES[fields.get("architecture", "dspark")]
+            drafter = architecture.from_pretrained(folder / "drafter", dtype=torch.bfloat16).eval()
+            found = {"settings": settings, "train_seconds": round(seconds, 1), **measure(drafter, target, sets)}
+            write_atomically(record, json.dumps(found, indent=1) + "\n")
+        results.append({"group": group, "drafter": name, **found})
+    return results
+
+
+def tau_table(results: Sequence[dict[str, Any]], group: str) -> str:
+    """Accepted length by set as Markdown."""
+    cases = [case for case in results if case["group"] == group]
+    names = list(cases[0]["tau"])
+    return markdown_table(
+        ["drafter", *names], [[case["drafter"], *(f"{case['tau'][name]:.3f}" for name in names)] for case in cases]
+    )
+
+
+def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Conditional acceptance by slot, and accepted length by depth and by block size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {"study_positions": ("slot", "conditional acceptance", _position_lines(results))}
+    for name, field in (("depth", "num_draft_layers"), ("block", "block_size")):
+        figures[f"study_{name}"] = (field, "accepted length", _lines_by(results, name, field))
+    written = []
+    for name, (across, up, lines) in figures.items():
+        if not any(lines.values()):
+            continue
+        figure, axes = pyplot.subplots(figsize=(6, 4))
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.set(xlabel=across, ylabel=up)
+        axes.legend()
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        written.append(path)
+    return written
+
+
+def _position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    return {
+        case["drafter"]: [(slot + 1, value) for slot, value in enumerate(case["acceptance"]) if value is not None]
+        for case in results
+        if case["group"] == "main" and case["drafter"] != "mtp-1"
+    }
+
+
+def _lines_by(results: Sequence[dict[str, Any]], group: str, field: str) -> dict[str, list[tuple[int, float]]]:
+    lines = {}
+    for kind in COMPARED:
+        cases = [case for case in results if case["drafter"] == kind or case["drafter"].startswith(f"{kind}-{group}-")]
+        points = [(case["settings"]["fields"][field], case["tau"]["all"]) for case in cases]
+        if len(points) > 1:
+            lines[kind] = sorted(points)
+    return lines
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train, measure, print, write and plot."""
+    if options.plots:
+        require_matplotlib("--plots")
+    facts = environment("bfloat16")
+    results = study(options)
+    for group in options.groups:
+        print(f"\n{group}\n{tau_table(results, group)}")
+    content = {
+        "environment": facts,
+        "target": options.target,
+        "conversations": sum(len(read_jsonl(path)) for path in options.answers),
+        "definitions": DEFINITIONS,
+        "results": results,
+    }
+    print(f"written to {write_json(options.output, content)}")
+    for path in plot(results, Path(options.plots)) if options.plots else ():
+        print(f"written to {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
+    options = parse_options(argv)
+    return exit_status(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The study of baselines: same data and recipe for all, resumes, and measures by the replay."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import domain, study
+from modeling_dspark import DSparkModel
+from tests.builders import tiny_drafter, tiny_target
+from training.train import ARCHITECTURES, parse_arguments
+
+
+ROOT = Path(__file__).parents[2]
+EVERY = {name: fields for group in study.GROUPS.values() for name, fields in group.items()}
+
+
+def options(tmp_path, *more):
+    prompts = tmp_path / "eval.jsonl"
+    if not prompts.is_file():
+        lines = [{"turns": [text], "source": source} for source in ("one", "two") for text in ("abc", "xyz", "de")]
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--prompts", "p.jsonl", "--answers", "a.jsonl", "--eval-prompts", str(prompts), "--limit", "2"]
+    arguments += ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "study.json"), "--max-new-tokens", "6"]
+    return study.parse_options([*arguments, *more])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_flags_are_those_of_the_recipe_but_for_what_the_name_says(name, tmp_path):
+    settings = options(tmp_path)
+    drafter, data, training = parse_arguments(study.training_flags(settings, EVERY[name], tmp_path / name))
+    reference, same_data, same_training = parse_arguments(study.training_flags(settings, {}, tmp_path / name))
+    differing = {key for key, value in vars(drafter).items() if value != vars(reference)[key]}
+    assert differing <= set(EVERY[name]) | {"init_from_target_layers"}
+    assert (data, training.to_dict()) == (same_data, same_training.to_dict())
+    assert drafter.architecture in ARCHITECTURES
+    assert len(drafter.init_from_target_layers) == drafter.num_draft_layers
+    assert training.max_steps == 1500
+
+
+def test_a_training_that_was_stopped_goes_on(tmp_path):
+    folder = tmp_path / "dspark"
+    (folder / "checkpoint-100").mkdir(parents=True)
+    flags = study.training_flags(options(tmp_path), {}, folder)
+    assert flags[flags.index("--resume_from_checkpoint") + 1] == "true"
+
+
+@pytest.fixture
+def tiny_study(tmp_path, tiny_tokenizer, monkeypatch):
+    """Tiny models in the place of the real ones; what is trained is a random drafter."""
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    trained = []
+
+    def train(_, fields, folder):
+        trained.append(folder.name)
+        drafter = tiny_drafter(target, block_size=fields.get("block_size", 4))
+        drafter.save_pretrained(folder / "drafter")
+        return 1.0
+
+    monkeypatch.setattr(study, "train", train)
+    kinds = {"dspark": {}, "dflash": {"block_size": 3}}
+    groups = {"main": kinds, "block": {"dspark-block-2": {"block_size": 2}, "dflash-block-2": {"block_size": 2}}}
+    monkeypatch.setattr(study, "GROUPS", groups)
+    (tmp_path / "a.jsonl").write_text('{"prompt": 0, "answer_ids": [4]}\n')
+    monkeypatch.chdir(tmp_path)
+    return trained
+
+
+def test_a_study_is_written_resumed_and_drawn(tiny_study, tmp_path, capsys):
+    more = ["--target", str(tmp_path / "target"), "--groups", "main", "block", "--plots", str(tmp_path / "plots")]
+    study.run(options(tmp_path, *more))
+    first = (tmp_path / "study.json").read_text()
+    report = json.loads(first)
+    assert [case["drafter"] for case in report["results"]] == ["dspark", "dflash", "dspark-block-2", "dflash-block-2"]
+    for case in report["results"]:
+        assert set(case["tau"]) == {"one", "two", "all"}
+        assert case["tau"]["all"] >= 1
+        assert case["rounds"] > 0
+    assert report["conversations"] == 1
+    assert "| dspark  |" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["study_block.png", "study_positions.png"]
+    assert len(tiny_study) == 4
+    study.run(options(tmp_path, *more))
+    assert len(tiny_study) == 4  # nothing is trained again
+    assert json.loads((tmp_path / "study.json").read_text())["results"] == report["results"]
+    (tmp_path / "work" / "dflash" / "result.json").unlink()
+    study.run(options(tmp_path, *more))
+    assert tiny_study[4:] == ["dflash"]
+
+
+def test_other_evaluation_prompts_are_refused(tiny_study, tmp_path):
+    study.run(options(tmp_path, "--target", str(tmp_path / "target"), "--groups", "main"))
+    with pytest.raises(ValueError, match="choose another `--work`"):
+        study.run(options(tmp_path, "--target", str(tmp_path / "target"), "--groups", "main", "--limit", "1"))
+
+
+def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "evaluation_sets", lambda _: {})
+    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    arguments = ["--prompts", "p", "--answers", "a", "--groups", "main", "--work", str(tmp_path)]
+    assert study.main(arguments) == 2
+    assert "The training of `dspark` failed" in capsys.readouterr().err
+
+
+class TestDomain:
+    def options(self, tmp_path, *more):
+        tiny_drafter(tiny_target("llama")).save_pretrained(tmp_path / "base")
+        lines = [{"turns": ["abc"], "category": "code"}, {"turns": ["de"], "category": "chat"}]
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        answers = [{"prompt": index % 2, "answer_ids": [5, 6, 7, 8]} for index in range(6)]
+        (tmp_path / "b.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        evaluation = options(tmp_path).eval_prompts
+        return domain.parse_options(
+            [
+                *("--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "base"), "--limit", "2"),
+                *("--prompts", str(tmp_path / "train.jsonl"), "--answers", str(tmp_path / "b.jsonl"), *more),
+                *("--eval-prompts", evaluation, "--work", str(tmp_path / "w"), "--output", str(tmp_path / "d.json")),
+                *("--max-new-tokens", "8", "--steps", "2", "--lora-rank", "2"),
+            ]
+        )
+
+    def test_before_and_after_are_written(self, tiny_study, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        domain.run(self.options(tmp_path))
+        report = json.loads((tmp_path / "d.json").read_text())
+        assert report["conversations"] == 3
+        assert set(report["before"]["tau"]) == set(report["after"]["tau"]) == {"one", "two", "all"}
+        assert domain.tau_rows(report["before"], report["after"]) in capsys.readouterr().out
+        assert (tmp_path / "w" / "tuned" / "adapter" / "adapter_config.json").is_file()
+        before, after = (
+            DSparkModel.from_pretrained(folder).state_dict()["layers.0.mlp.up_proj.weight"]
+            for folder in (tmp_path / "base", tmp_path / "w" / "tuned" / "drafter")
+        )
+        assert not torch.equal(before, after)
+
+    def test_a_domain_that_is_not_there_is_named(self, tiny_study, tmp_path):
+        with pytest.raises(ValueError, match=r"'chat', 'code'"):
+            domain.run(self.options(tmp_path, "--domain", "law"))

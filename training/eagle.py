@@ -1,0 +1,126 @@
+"""An autoregressive drafter in the style of EAGLE-3, as a baseline: one decoder layer that is run once a draft token.
+
+It reads what a DSpark drafter reads (fused target features) and the token after each of them, and feeds its own hidden
+state back for the next draft. Training unrolls those steps ("training-time test"). With `block_size=1` it is a
+multi-token-prediction module of one token. Made for studies: it trains, and is replayed, but has no decoding loop.
+
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `D` hidden size, `H` heads, `d` head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm, rotate
+from modeling_dspark.target_dspark import TargetBinding
+from training.blocks import Blocks
+from training.forward import BlockOutputs
+
+
+class EagleConfig(DSparkConfig):
+    """Configuration of an [`EagleDrafter`]: one layer, no sequential head and no confidence head."""
+
+    model_type = "dspark_eagle"
+    _auto_class = None  # no remote code
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.num_hidden_layers != 1 or self.markov_rank != 0 or self.enable_confidence_head:
+            raise ValueError(
+                "An autoregressive drafter has `num_hidden_layers=1`, `markov_rank=0` and `enable_confidence_head=False`, got "
+                f"{self.num_hidden_layers}, {self.markov_rank} and {self.enable_confidence_head}."
+            )
+
+
+class EagleDrafter(DSparkModel):
+    """A layer over pairs of (state at a position, embedding of the token after it).
+
+    The state is `fc(features)` where the target has been, and the layer's own output further on.
+    """
+
+    config_class = EagleConfig
+    _auto_class = None
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_norm = DSparkRMSNorm(size, eps=config.rms_norm_eps)
+        self.in_proj = nn.Linear(2 * size, size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def start_in_proj(self) -> None:
+        """Begin with the sum of both inputs."""
+        identity = torch.eye(self.config.hidden_size)
+        self.in_proj.weight.copy_(torch.cat([identity, identity], dim=1))
+
+    def forward_blocks(
+        self, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
+    ) -> BlockOutputs:
+        """All blocks, slot after slot, with the true token before each slot and the drafter's own states.
+
+        Slot `k` of a block at anchor `a` stands at position `a - 1 + k`; it reads positions before `a - 1`, and the slots
+        before it.
+        """
+        layer: DSparkDecoderLayer = self.layers[0]  # type: ignore[assignment]  # of a module list
+        states = self.fc(features.to(self.dtype))
+        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # what stands at the end is read by no slot
+        context = self._join(binding, following, states)
+        start = (blocks.anchors - 1).clamp(min=0)  # [B, N]
+        keys, values = _keys_and_values(
+            self, layer, context, torch.arange(states.shape[1], device=states.device)[None]
+        )
+        visible = torch.arange(states.shape[1], device=start.device) < start[..., None]  # [B, N, T]
+        own = torch.eye(start.shape[1], dtype=torch.bool, device=start.device).expand(len(start), -1, -1)
+        state = states.gather(1, start[..., None].expand(-1, -1, states.shape[-1]))
+        hidden = []
+        for slot in range(blocks.labels.shape[-1]):
+            inputs = self._join(binding, blocks.previous[..., slot], state)
+            new_keys, new_values = _keys_and_values(self, layer, inputs, start + slot)
+            keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
+            visible = torch.cat([visible, own], dim=-1)
+            state = self._layer(layer, inputs, start + slot, keys, values, visible)
+            hidden.append(self.norm(state))
+        return BlockOutputs(torch.stack(hidden, dim=2)[blocks.supervised], None, None)
+
+    def _join(self, binding: TargetBinding, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        embedded = self.embed_norm(binding.embed(tokens, like=self.norm.weight))
+        return self.in_proj(torch.cat([embedded, self.hidden_norm(states)], dim=-1))
+
+    def _layer(
+        self,
+        layer: DSparkDecoderLayer,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> torch.Tensor:
+        attention = layer.self_attn
+        queries = attention.q_proj(layer.input_layernorm(inputs)).unflatten(-1, (-1, attention.head_dim))
+        queries = rotate(attention.q_norm(queries), *self.rotary_emb(inputs, positions))
+        output = nn.functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible[:, None],
+            scale=attention.scaling,
+            enable_gqa=True,
+        )
+        hidden = inputs + attention.o_proj(output.transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def _keys_and_values(
+    drafter: EagleDrafter, layer: DSparkDecoderLayer, inputs: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, P, H, d]` of inputs `[B, P, D]` at positions `[B, P]`."""
+    attention, normed = layer.self_attn, layer.input_layernorm(inputs)
+    keys = attention.k_norm(attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)))
+    values = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
+    return rotate(keys, *drafter.rotary_emb(inputs, positions)), values
+
+
+__all__ = ["EagleConfig", "EagleDrafter"]
