@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `Vd` draft vocabulary.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from modeling_dspark import DSparkModel
 from training.arguments import DSparkTrainingArguments
 from training.batches import EpochSampler, collate
 from training.blocks import Blocks, make_blocks
+from training.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.features import TargetFeatures, compute_features
 from training.forward import BlockOutputs, forward_blocks
 from training.losses import LossWeights, SlotTerms, confidence_loss, slot_weights, weighted_slot_loss
@@ -88,7 +90,6 @@ class DSparkTrainer(Trainer):
             self.binding,
             inputs["input_ids"],
             target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
-            needed=inputs["response_mask"],
         )
 
     def _slot_loss(
@@ -102,27 +103,22 @@ class DSparkTrainer(Trainer):
         loss_weights: LossWeights,
     ) -> tuple[torch.Tensor, SlotTerms]:
         rows = torch.arange(blocks.anchors.shape[0], device=weights.device)[:, None, None]
-        width = target.logsumexp.shape[1]
-        flat = (rows * width + blocks.label_sources)[blocks.supervised]
-        # A position serves several blocks: its target logits are computed once.
-        positions, slot_position = flat.unique(return_inverse=True)
-        with torch.no_grad():
-            target_logits = self.binding.draft_logits(target.last_hidden.flatten(0, 1)[positions])
-        logsumexp = target.logsumexp.flatten()[positions]
-        labels = self._to_draft.to(weights.device)[blocks.labels[blocks.supervised]]
-
-        def draft_logits_of(part: slice) -> torch.Tensor:
-            logits = self.binding.draft_logits(outputs.hidden[part])
-            if outputs.latent is not None:
-                logits = logits + drafter.markov_head.bias(outputs.latent[part])  # type: ignore[union-attr]
-            return logits
-
+        flat = rows * target.last_hidden.shape[1] + blocks.label_sources
+        distribution = TargetDistribution(
+            self.binding,
+            target.last_hidden.flatten(0, 1),
+            positions=flat[blocks.supervised],
+            logsumexp=None if target.logsumexp is None else target.logsumexp.flatten(),
+        )
         return weighted_slot_loss(
-            draft_logits_of,
-            lambda part: (target_logits[slot_position[part]], logsumexp[slot_position[part]]),
-            labels=labels,
+            outputs.hidden,
+            outputs.latent,
+            draft_logits_of=functools.partial(draft_logits, drafter, self.binding),
+            target_of=distribution.probabilities,
+            labels=self._to_draft.to(weights.device)[blocks.labels[blocks.supervised]],
             weights=weights,
             loss_weights=loss_weights,
+            parameters=bias_parameters(drafter),
         )
 
     @torch.no_grad()
