@@ -40,7 +40,7 @@ class LossWeights:
 class SlotTerms:
     """Terms of each supervised slot, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
 
-    `agreement` tells whether q and p have the same argmax within the draft vocabulary.
+    `soft` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
     """
 
     ce: torch.Tensor
@@ -89,7 +89,7 @@ def _chunk_terms(
     log_q = logits.float().log_softmax(dim=-1)
     agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
     ce = torch.where(labels >= 0, -log_q.gather(1, index).squeeze(1), 0.0)
-    soft = -_dot(p, log_q)
+    soft = -_dot(p, log_q) if scale.soft else torch.zeros_like(ce)
     mass = p.sum(dim=-1)
     q = log_q.exp_()
     difference = q - p
@@ -129,7 +129,10 @@ def _run_chunks(work: _Work, inputs: Sequence[torch.Tensor | None]) -> tuple[tor
         with torch.set_grad_enabled(bool(wanted)):
             leaves: list[Any] = [*(_leaf(tensor, part) for tensor in inputs[:2]), *inputs[2:]]
             logits = work.draft_logits_of(leaves[0], leaves[1])
-        terms[:, part], gradient = _chunk_terms(logits.detach(), work.target_of(part), work, part)
+        p = work.target_of(part)
+        with torch.autocast(logits.device.type, enabled=False):  # it would take the sums over the vocabulary in bf16
+            terms[:, part], gradient = _chunk_terms(logits.detach(), p, work, part)
+        del p
         if gradient is not None and wanted:
             gradient = gradient.to(logits.dtype)
             found = torch.autograd.grad(logits, [leaves[i] for i in wanted], gradient, allow_unused=True)
