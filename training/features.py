@@ -41,6 +41,11 @@ class TargetFeatures:
     logsumexp: torch.Tensor | None
 
 
+def bytes_a_token(hidden_size: int, num_layers: int) -> int:
+    """Size of a token on disk: tapped and last hidden states in bf16, and the log-sum-exp in fp32."""
+    return 2 * hidden_size * (num_layers + 1) + 4
+
+
 def fingerprint(target: PreTrainedModel) -> str:
     """Identifies a target by some numbers of every parameter: another model at the same path is another target."""
     digest = hashlib.sha256()
@@ -126,7 +131,7 @@ class FeatureCache:
     def num_bytes(self) -> int:
         """Predicted size on disk."""
         tokens = sum(len(conversation.input_ids) for conversation in self.conversations)
-        return tokens * (2 * self.hidden_size * (len(self.target_layer_ids) + 1) + 4)
+        return tokens * bytes_a_token(self.hidden_size, len(self.target_layer_ids))
 
     def build(self, target: PreTrainedModel, binding: TargetBinding, *, limit_gb: float) -> None:
         """Compute what is missing, with a progress bar.
@@ -199,4 +204,4 @@ class FeatureCache:
         scratch.replace(self._path(shard))
 
 
-__all__ = ["FeatureCache", "TargetFeatures", "compute_features", "fingerprint", "pad_ids"]
+__all__ = ["FeatureCache", "TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]

@@ -11,6 +11,7 @@ Shapes: `n` supervised slots, `m` slots of a chunk, `D` hidden size, `r` Markov 
 without a reduced one).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ class LossWeights:
     decay: float | None = 4.0
 
     def __post_init__(self) -> None:
-        if min(self.ce, self.soft, self.l1, self.confidence) < 0:
-            raise ValueError(f"Loss weights must be >= 0, got {self}.")
+        if not all(0 <= weight < math.inf for weight in (self.ce, self.soft, self.l1, self.confidence)):
+            raise ValueError(f"Loss weights must be >= 0 and finite, got {self}.")
         if self.decay is not None and self.decay <= 0:
             raise ValueError(f"`decay` must be positive or `None`, got {self.decay}.")
 

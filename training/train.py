@@ -3,6 +3,7 @@
     python -m training.train --config training/configs/smollm2-135m.yaml
     python -m training.train --config training/configs/smollm2-135m.yaml --learning_rate 3e-4 --max_steps 100
     python -m training.train --config training/configs/smollm2-135m.yaml --resume_from_checkpoint true
+    python -m training.train --config training/configs/qwen3-8b.yaml --dry_run
 
 Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The drafter that
 training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
@@ -21,11 +22,13 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.target_dspark import check_target
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
-from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
+from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.features import FeatureCache, fingerprint
 from training.initialization import (
     config_for_target,
@@ -47,6 +50,12 @@ class DrafterArguments:
 
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
+    target_shape: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON of the target's config fields, for `--dry_run` without the Hub; beside the YAML file."
+        },
+    )
     drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
     num_draft_layers: int = field(default=5, metadata={"help": "Layers of the draft backbone."})
     block_size: int = field(default=7, metadata={"help": "Draft positions of a block."})
@@ -116,6 +125,8 @@ def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
     unknown = sorted(set(content) - known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
+    if content.get("target_shape") is not None:
+        content["target_shape"] = str(path.parent / str(content["target_shape"]))  # it ships next to the recipe
     return content
 
 
@@ -164,21 +175,19 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
-def build_drafter(
-    arguments: DrafterArguments,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-) -> DSparkModel:
-    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
-    if arguments.drafter is not None:
-        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
+def fresh_config(
+    arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> DSparkConfig:
+    """Configuration of a new drafter.
+
+    Raises:
+        ValueError: without a `mask_token_id`, or if the arguments make no drafter for this target.
+    """
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
     if arguments.mask_token_id is None:
         raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
-    config = config_for_target(
+    return config_for_target(
         target,
         tokenizer,
         arguments.target,
@@ -192,8 +201,22 @@ def build_drafter(
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
     )
+
+
+def build_drafter(
+    arguments: DrafterArguments,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+) -> DSparkModel:
+    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    if arguments.drafter is not None:
+        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
+        return DSparkModel.from_pretrained(arguments.drafter, dtype=torch.float32)
+    config = fresh_config(arguments, target, tokenizer)
     drafter = DSparkModel(config)
     if arguments.draft_vocab_size is not None:
+        text = target.config.get_text_config()
         eos = text.eos_token_id
         always = [] if eos is None else eos if isinstance(eos, list) else [eos]
         tokens, coverage = choose_draft_vocabulary(conversations, arguments.draft_vocab_size, text.vocab_size, always)
@@ -205,15 +228,31 @@ def build_drafter(
     return drafter
 
 
-def main(argv: list[str] | None = None) -> DSparkModel:
-    """Run the command; returns the trained drafter."""
+def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkTrainingArguments) -> DryRun:
+    """The dry run: sizes, from shapes alone."""
+    target = meta_target(arguments.target, arguments.target_shape, arguments.target_dtype)
+    if arguments.drafter is None:
+        config = fresh_config(arguments, target, tokenizer=None)
+    else:
+        config = given_config(arguments.drafter)
+    check_target(target, config)
+    return dry_run(target, config, training, max_length=data.max_length)
+
+
+def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
+    """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if training.dry_run:
+        found = estimate(drafter_arguments, data, training)
+        sys.stdout.write(str(found))
+        return found
     set_seed(training.seed)
     tokenizer = load_tokenizer(drafter_arguments.target)
     conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
     conversations = conversations[: data.max_conversations]
     logger.warning(f"{len(conversations)} conversations; {json.dumps(counts)}")
     target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
+    check_tokens(conversations, target)
     target.to(training.device)
     drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
     cache = None
@@ -245,6 +284,7 @@ def main(argv: list[str] | None = None) -> DSparkModel:
     if resume:
         check_resumed(Path(resume), drafter)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.check_loss()
     if trainer.is_world_process_zero():
         folder = Path(training.output_dir) / "drafter"
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)

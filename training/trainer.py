@@ -181,13 +181,24 @@ class DSparkTrainer(Trainer):
         if "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self._take_metrics(False).items()}
         elif "loss" in logs:
+            self.check_loss()
             logs |= self._take_metrics(True)
-            if not math.isfinite(logs.get("slot_loss", 0.0)):
-                raise ValueError(
-                    f"The loss is {logs['slot_loss']} at step {self.state.global_step}: stop before a broken drafter is "
-                    "saved. Lower `learning_rate`, or check the target's logits for NaN."
-                )
         super().log(logs, *args, **kwargs)
+
+    def check_loss(self) -> None:
+        """Stop if a loss since the last entry of the log was no number; in every process, since the sum is over all."""
+        loss = self._sums[True].get("loss")
+        value = 0.0 if loss is None else float(self.accelerator.reduce(loss.clone(), reduction="sum"))
+        if not math.isfinite(value):
+            raise ValueError(
+                f"The loss is {value} at step {self.state.global_step}: stopped before a broken drafter is saved. Lower "
+                "`learning_rate`, or check the target's logits for NaN."
+            )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """No checkpoint of a drafter whose loss was no number, however seldom the loss is logged."""
+        self.check_loss()
+        super()._save_checkpoint(*args, **kwargs)
 
     def prediction_step(
         self,

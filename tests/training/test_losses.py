@@ -313,3 +313,5 @@ def test_weights_of_slots_and_terms():
         LossWeights(decay=0)
     with pytest.raises(ValueError, match=">= 0"):
         LossWeights(ce=-1)
+    with pytest.raises(ValueError, match="finite"):
+        LossWeights(l1=float("nan"))
