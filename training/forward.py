@@ -24,12 +24,28 @@ class BlockOutputs:
 
 
 def forward_blocks(
-    drafter: DSparkModel, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
+    drafter: DSparkModel,
+    binding: TargetBinding,
+    blocks: Blocks,
+    *,
+    input_ids: torch.Tensor,
+    features: torch.Tensor,
+    wrapped: torch.nn.Module | None = None,
 ) -> BlockOutputs:
-    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary."""
+    """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        binding ([`TargetBinding`]): What it borrows from the target.
+        blocks ([`Blocks`]): Of the batch.
+        input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens of the sequences.
+        features (`torch.Tensor` of shape `(B, T, L * D)`): Tapped hidden states.
+        wrapped (`torch.nn.Module`, *optional*):
+            The drafter as a distributed run wraps it. Gradients are exchanged only if its forward is what is called.
+    """
     num_context = input_ids.shape[1]
     noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id)
-    hidden = drafter(
+    hidden = (wrapped or drafter)(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
         position_ids=block_positions(blocks, num_context),

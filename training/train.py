@@ -264,7 +264,8 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
             target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
             hidden_size=drafter.config.hidden_size,
         )
-        cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
+        with training.main_process_first(desc="features"):  # the others find what it wrote
+            cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
     if training.device.type == "cpu":
         drafter.set_attn_implementation(CHUNKED_ATTENTION)
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
@@ -285,9 +286,10 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
         check_resumed(Path(resume), drafter)
     trainer.train(resume_from_checkpoint=resume)
     trainer.check_loss()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
     if trainer.is_world_process_zero():
         folder = Path(training.output_dir) / "drafter"
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
         log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
         (Path(training.output_dir) / "log.jsonl").write_text(log)
     return drafter

@@ -63,7 +63,12 @@ class DSparkTrainer(Trainer):
         )
         target = self._target_features(inputs, drafter)
         outputs = forward_blocks(
-            drafter, self.binding, blocks, input_ids=inputs["input_ids"], features=target.features
+            drafter,
+            self.binding,
+            blocks,
+            input_ids=inputs["input_ids"],
+            features=target.features,
+            wrapped=model,
         )
         loss_weights = self.args.loss_weights(self.state.global_step / max(self.state.max_steps, 1))
         weights = self._slot_weights(blocks)[blocks.supervised]
@@ -174,7 +179,7 @@ class DSparkTrainer(Trainer):
             metrics[f"agreement/{slot}"] = float(agree)
         if "confidence_error" in values:
             metrics["confidence_error"] = float(values["confidence_error"] / slots.sum())
-        return {name: round(value, 4) for name, value in metrics.items()}
+        return {name: round(value, 6) for name, value in metrics.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Merge the running metrics into what Transformers logs."""
@@ -214,7 +219,7 @@ class DSparkTrainer(Trainer):
         return loss.detach(), None, None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
-        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         dataset: Any = train_dataset or self.train_dataset
         return EpochSampler(dataset, group_size, self.args.data_seed or self.args.seed)
 
