@@ -20,15 +20,19 @@ LAUNCH = ROOT / "training" / "configs" / "accelerate"
 STEPS = 4
 
 
-def launch(words, *, processes, folder):
-    """`training.train` in so many processes; returns the entries of the log."""
+def torchrun(processes, module, *words):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--standalone", "-m", "training.train", *words]
+    command += ["--standalone", "-m", module, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def launch(words, *, processes, folder):
+    """`training.train` in so many processes; returns the entries of the log."""
+    torchrun(processes, "training.train", *words)
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
@@ -49,6 +53,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tiny_tokenizer, head):
     assert losses["one"][-1] != pytest.approx(losses["one"][0], abs=1e-3)
     for name, weight in drafters["one"].items():
         assert_close(drafters["two"][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["vanilla", "rnn"])
+def test_gradients_of_a_drafter_in_parts(head):
+    """FSDP2 over two processes: heads and loss outside of the drafter's forward, as training calls them."""
+    torchrun(2, "tests.training.fsdp_worker", head)
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.stem)
