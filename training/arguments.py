@@ -29,11 +29,22 @@ class DSparkTrainingArguments(TrainingArguments):
             "distribution (at the start it has almost no gradient)."
         },
     )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print parameters, memory a GPU and the size of a feature cache; load and train nothing."},
+    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay false: the collator makes tensors."}
     )
 
     def __post_init__(self) -> None:
+        self.use_cpu = self.use_cpu or self.dry_run  # which says what a GPU would need, wherever it runs
+        if self.ddp_find_unused_parameters:
+            raise ValueError(
+                "`ddp_find_unused_parameters` must be false: the heads run outside of the drafter's forward, where DDP would "
+                "take them for unused. Every parameter gets a gradient."
+            )
+        self.ddp_find_unused_parameters = False
         super().__post_init__()
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")

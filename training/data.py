@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.regenerate import prompt_ids, read_jsonl
 
@@ -78,6 +78,21 @@ def _checked(record: Any, path: str, vocab_size: int) -> tuple[int, list[int]]:
     return index, answer  # type: ignore[return-value]  # checked above
 
 
+def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel) -> None:
+    """Refuse conversations of another tokenizer.
+
+    Raises:
+        ValueError: for a token that the target does not have.
+    """
+    vocab_size = target.config.get_text_config().vocab_size
+    highest = max(max(conversation.input_ids) for conversation in conversations)
+    if highest >= vocab_size:
+        raise ValueError(
+            f"The conversations hold token {highest}, but `target` has {vocab_size} tokens: the tokenizer in its folder is "
+            "another model's. Answer the prompts again with the right one."
+        )
+
+
 def choose_draft_vocabulary(
     conversations: Sequence[Conversation], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> tuple[torch.Tensor, float]:
@@ -101,4 +116,4 @@ def choose_draft_vocabulary(
     return chosen, float(counts[chosen].sum() / counts.sum())
 
 
-__all__ = ["Conversation", "choose_draft_vocabulary", "load_conversations"]
+__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations"]

@@ -41,6 +41,7 @@ class EagleDrafter(DSparkModel):
     """
 
     config_class = EagleConfig
+    forwards_blocks = True
     _auto_class = None
 
     def __init__(self, config: EagleConfig):
@@ -56,7 +57,7 @@ class EagleDrafter(DSparkModel):
         identity = torch.eye(self.config.hidden_size)
         self.in_proj.weight.copy_(torch.cat([identity, identity], dim=1))
 
-    def forward_blocks(
+    def forward(  # type: ignore[override]  # takes blocks, where a DSpark drafter takes embeddings
         self, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
     ) -> BlockOutputs:
         """All blocks, slot after slot, with the true token before each slot and the drafter's own states.

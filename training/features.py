@@ -32,12 +32,18 @@ class TargetFeatures:
     Attributes:
         features (`torch.Tensor` of shape `(B, T, L * D)`): Tapped hidden states.
         last_hidden (`torch.Tensor` of shape `(B, T, D)`): After the final norm.
-        logsumexp (`torch.Tensor` of shape `(B, T)`): Of the target's logits over its whole vocabulary, in fp32.
+        logsumexp (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Of the target's logits over its whole vocabulary, in fp32. `None`: the loss computes it with the logits.
     """
 
     features: torch.Tensor
     last_hidden: torch.Tensor
-    logsumexp: torch.Tensor
+    logsumexp: torch.Tensor | None
+
+
+def bytes_a_token(hidden_size: int, num_layers: int) -> int:
+    """Size of a token on disk: tapped and last hidden states in bf16, and the log-sum-exp in fp32."""
+    return 2 * hidden_size * (num_layers + 1) + 4
 
 
 def fingerprint(target: PreTrainedModel) -> str:
@@ -56,22 +62,25 @@ def compute_features(
     input_ids: torch.Tensor,
     *,
     target_layer_ids: Sequence[int],
-    needed: torch.Tensor,
+    needed: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> TargetFeatures:
     """One forward of the frozen target over right-padded `input_ids` `[B, T]`.
 
-    The log-sum-exp is computed at the `needed` positions `[B, T]` only (it costs a pass through the LM head).
+    The log-sum-exp is computed at the `needed` positions `[B, T]`, if given (it costs a pass through the LM head).
     """
     # Padding sits on the right and attention is causal, so no mask is needed.
     outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
     last = outputs.last_hidden_state
+    features = tapped_features(outputs.hidden_states, target_layer_ids)
+    if needed is None:
+        return TargetFeatures(features, last, None)
     logsumexp = torch.zeros(input_ids.shape, dtype=torch.float32, device=last.device)
     rows = last[needed]
     parts = [binding.target_logits(part).float().logsumexp(dim=-1) for part in rows.split(chunk_size)]
     if parts:
         logsumexp[needed] = torch.cat(parts)
-    return TargetFeatures(tapped_features(outputs.hidden_states, target_layer_ids), last, logsumexp)
+    return TargetFeatures(features, last, logsumexp)
 
 
 def pad_ids(conversations: Sequence[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +131,7 @@ class FeatureCache:
     def num_bytes(self) -> int:
         """Predicted size on disk."""
         tokens = sum(len(conversation.input_ids) for conversation in self.conversations)
-        return tokens * (2 * self.hidden_size * (len(self.target_layer_ids) + 1) + 4)
+        return tokens * bytes_a_token(self.hidden_size, len(self.target_layer_ids))
 
     def build(self, target: PreTrainedModel, binding: TargetBinding, *, limit_gb: float) -> None:
         """Compute what is missing, with a progress bar.
@@ -184,7 +193,7 @@ class FeatureCache:
                 rows[index] = TargetFeatures(
                     batch.features[row, :length].to("cpu", torch.bfloat16),
                     batch.last_hidden[row, :length].to("cpu", torch.bfloat16),
-                    batch.logsumexp[row, :length].cpu(),
+                    batch.logsumexp[row, :length].cpu(),  # type: ignore[index]  # at the `needed` positions
                 )
         tensors = {
             name: torch.cat([getattr(rows[index], name) for index in range(len(rows))]).contiguous()
@@ -195,4 +204,4 @@ class FeatureCache:
         scratch.replace(self._path(shard))
 
 
-__all__ = ["FeatureCache", "TargetFeatures", "compute_features", "fingerprint", "pad_ids"]
+__all__ = ["FeatureCache", "TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]

@@ -5,7 +5,6 @@ The same `forward` and the same head steps as in decoding; only what is packed d
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `D` hidden size, `r` Markov rank.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,19 +24,33 @@ class BlockOutputs:
 
 
 def forward_blocks(
-    drafter: DSparkModel, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
+    drafter: DSparkModel,
+    binding: TargetBinding,
+    blocks: Blocks,
+    *,
+    input_ids: torch.Tensor,
+    features: torch.Tensor,
+    wrapped: torch.nn.Module | None = None,
 ) -> BlockOutputs:
     """All packed blocks through the backbone and, teacher-forced, through the heads up to the vocabulary.
 
-    A drafter that works otherwise brings a `forward_blocks` of its own.
+    A drafter that takes blocks itself (`forwards_blocks`) is called with them.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        binding ([`TargetBinding`]): What it borrows from the target.
+        blocks ([`Blocks`]): Of the batch.
+        input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens of the sequences.
+        features (`torch.Tensor` of shape `(B, T, L * D)`): Tapped hidden states.
+        wrapped (`torch.nn.Module`, *optional*):
+            The drafter as a distributed run wraps it. Gradients are exchanged only if its forward is what is called.
     """
-    own: Callable[..., BlockOutputs] | None = getattr(drafter, "forward_blocks", None)
-    if own is not None:
-        return own(binding, blocks, input_ids=input_ids, features=features)
+    if getattr(drafter, "forwards_blocks", False):
+        return (wrapped or drafter)(binding, blocks, input_ids=input_ids, features=features)
     num_context, num_positions = input_ids.shape[1], drafter.config.num_block_positions
     make_mask = flex_block_mask if drafter.config._attn_implementation == "flex_attention" else block_mask
     noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id, num_positions)
-    hidden = drafter(
+    hidden = (wrapped or drafter)(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
         position_ids=block_positions(blocks, num_context, num_positions),

@@ -39,12 +39,18 @@ def config_for_target(
         name: getattr(text, name)
         for name in ("max_position_embeddings", "rope_parameters", "pad_token_id", "bos_token_id", "eos_token_id")
     }
+    fields["rope_parameters"] = _global_rope(fields["rope_parameters"])
     fields["head_dim"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     fields["rms_norm_eps"] = getattr(text, "rms_norm_eps", 1e-6)
     fields["num_target_layers"] = text.num_hidden_layers
     fields["target_name_or_path"] = target_name
     fields["chat_template_sha256"] = chat_template_hash(tokenizer) if tokenizer is not None else None
     return config_class(**(fields | choices))
+
+
+def _global_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of the layers that see everything, as the drafter's do, where each kind of layer has its own."""
+    return rope_parameters.get("full_attention", rope_parameters)
 
 
 @torch.no_grad()

@@ -4,16 +4,20 @@
 `w_k = exp(-(k - 1) / decay)`, `k = 1..K`. `L1 = sum_v |q - p|` over the whole vocabulary, the BCE target is
 `1 - L1 / 2`, detached. `SoftCE = -sum_v p log q` gives gradient where total variation has almost none, early in training.
 
-Loss and gradient are computed in one pass over chunks of slots, so that one chunk of `[chunk, Vd]` is alive at a time.
+Loss and gradient are computed in one pass over chunks of slots. The gradient goes through the LM head at once, chunk by
+chunk, so that nothing of size `[n, Vd]` ever exists, of the drafter or of the target.
 
-Shapes: `n` supervised slots, `Vd` draft vocabulary (all of `V` without a reduced one).
+Shapes: `n` supervised slots, `m` slots of a chunk, `D` hidden size, `r` Markov rank, `Vd` draft vocabulary (all of `V`
+without a reduced one).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class LossWeights:
     decay: float | None = 4.0
 
     def __post_init__(self) -> None:
-        if min(self.ce, self.soft, self.l1, self.confidence) < 0:
-            raise ValueError(f"Loss weights must be >= 0, got {self}.")
+        if not all(0 <= weight < math.inf for weight in (self.ce, self.soft, self.l1, self.confidence)):
+            raise ValueError(f"Loss weights must be >= 0 and finite, got {self}.")
         if self.decay is not None and self.decay <= 0:
             raise ValueError(f"`decay` must be positive or `None`, got {self.decay}.")
 
@@ -37,13 +41,34 @@ class LossWeights:
 class SlotTerms:
     """Terms of each supervised slot, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
 
-    `agreement` tells whether q and p have the same argmax within the draft vocabulary.
+    `soft` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
     """
 
     ce: torch.Tensor
     soft: torch.Tensor
     l1: torch.Tensor
     agreement: torch.Tensor
+
+
+DraftLogits = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the loop over chunks needs besides the tensors that are differentiated."""
+
+    draft_logits_of: DraftLogits
+    target_of: Callable[[slice], torch.Tensor]
+    labels: torch.Tensor
+    weights: torch.Tensor
+    loss_weights: LossWeights
+    chunk_size: int
+    with_gradient: bool
+
+    def chunks(self) -> Iterator[slice]:
+        count = self.labels.shape[0]
+        for start in range(0, count, self.chunk_size):
+            yield slice(start, min(start + self.chunk_size, count))
 
 
 def slot_weights(block_size: int, decay: float | None, device: torch.device | None = None) -> torch.Tensor:
@@ -53,99 +78,138 @@ def slot_weights(block_size: int, decay: float | None, device: torch.device | No
 
 
 def _chunk_terms(
-    draft_logits: torch.Tensor,
-    target_logits: torch.Tensor,
-    target_logsumexp: torch.Tensor,
-    *,
-    labels: torch.Tensor,
-) -> tuple[SlotTerms, torch.Tensor, torch.Tensor]:
-    """Terms of one chunk, and `q`, `p` `[n, Vd]`. `labels` is -1 for tokens outside the draft vocabulary."""
-    log_q = draft_logits.float().log_softmax(dim=-1)
-    p = (target_logits.float() - target_logsumexp[:, None]).exp_()
-    soft = -torch.einsum("nv,nv->n", p, log_q)
-    known = labels >= 0
-    ce = torch.where(known, -log_q.gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0)
-    agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
-    q = log_q.exp_()
-    # Outside the draft vocabulary q is zero, so |q - p| sums to the target's mass there.
-    l1 = (q - p).abs_().sum(dim=-1) + (1 - p.sum(dim=-1)).clamp(min=0)
-    return SlotTerms(ce, soft, l1, agreement), q, p
-
-
-class _WeightedChunk(torch.autograd.Function):
-    """`sum_n w_n (ce * CE_n + soft * SoftCE_n + l1 * L1_n)` of one chunk, with its gradient made in the same pass.
+    logits: torch.Tensor, p: torch.Tensor, work: _Work, part: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Terms `[4, m]` of one chunk in the order of `SlotTerms`, and the gradient `[m, Vd]` of its weighted sum.
 
     d CE / dz = q - onehot;  d SoftCE / dz = q * sum(p) - p;  d L1 / dz = q * (s - <q, s>), s = sign(q - p).
+    `labels` is -1 for tokens outside the draft vocabulary.
+    """
+    labels, scale = work.labels[part], work.loss_weights
+    known, index = (labels >= 0).float(), labels.clamp(min=0)[:, None]
+    log_q = logits.float().log_softmax(dim=-1)
+    agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
+    ce = torch.where(labels >= 0, -log_q.gather(1, index).squeeze(1), 0.0)
+    soft = -_dot(p, log_q) if scale.soft else torch.zeros_like(ce)
+    mass = p.sum(dim=-1)
+    q = log_q.exp_()
+    difference = q - p
+    # Outside the draft vocabulary q is zero, so |q - p| sums to the target's mass there.
+    l1 = torch.linalg.vector_norm(difference, ord=1, dim=-1) + (1 - mass).clamp(min=0)
+    terms = torch.stack([ce, soft, l1, agreement])
+    if not work.with_gradient:
+        return terms, None
+    weights = work.weights[part].float()
+    gradient = difference.sign_()
+    of_q = scale.ce * known + scale.soft * mass - scale.l1 * _dot(q, gradient)
+    gradient.mul_(scale.l1).add_(of_q[:, None]).mul_(q)
+    if scale.soft:
+        gradient.sub_(p, alpha=scale.soft)
+    gradient.scatter_add_(1, index, -(scale.ce * known)[:, None])
+    return terms, gradient.mul_(weights[:, None])
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Row by row `[m]`, without a product of the size of the operands."""
+    return torch.einsum("nv,nv->n", one, other)
+
+
+def _run_chunks(work: _Work, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Terms `[4, n]` of all slots, and the gradient of their weighted sum for each of `inputs`.
+
+    `inputs` are hidden states and latents, which go by rows, and then parameters, whose gradients add up in fp32.
+    """
+    wanted = [
+        i for i, tensor in enumerate(inputs) if work.with_gradient and tensor is not None and tensor.requires_grad
+    ]
+    terms = work.weights.new_empty((4, work.labels.shape[0]), dtype=torch.float32)
+    gradients: list[Any] = [None] * len(inputs)
+    for i in wanted:
+        gradients[i] = torch.zeros_like(inputs[i], dtype=None if i < 2 else torch.float32)  # type: ignore[arg-type]
+    for part in work.chunks():
+        with torch.set_grad_enabled(bool(wanted)):
+            leaves: list[Any] = [*(_leaf(tensor, part) for tensor in inputs[:2]), *inputs[2:]]
+            logits = work.draft_logits_of(leaves[0], leaves[1])
+        p = work.target_of(part)
+        with torch.autocast(logits.device.type, enabled=False):  # it would take the sums over the vocabulary in bf16
+            terms[:, part], gradient = _chunk_terms(logits.detach(), p, work, part)
+        del p
+        if gradient is not None and wanted:
+            gradient = gradient.to(logits.dtype)
+            found = torch.autograd.grad(logits, [leaves[i] for i in wanted], gradient, allow_unused=True)
+            for i, one in zip(wanted, found, strict=True):
+                if one is not None:
+                    (gradients[i][part] if i < 2 else gradients[i]).add_(one)
+            del found, one
+        del logits, gradient  # before the next chunk makes its own
+    return terms, gradients
+
+
+def _leaf(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """Rows of `tensor` from which a graph of their own starts."""
+    return None if tensor is None else tensor[part].detach().requires_grad_(tensor.requires_grad)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """`sum_n w_n (ce * CE_n + soft * SoftCE_n + l1 * L1_n)`, its gradients made chunk by chunk in the forward.
+
+    `backward` only scales, and hands on the gradients of parameters like any others, so that hooks on them fire.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        draft_logits: torch.Tensor,
-        target_logits: torch.Tensor,
-        target_logsumexp: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        loss_weights: LossWeights,
-    ) -> tuple[torch.Tensor, ...]:
-        terms, q, p = _chunk_terms(draft_logits, target_logits, target_logsumexp, labels=labels)
-        known = (labels >= 0).float()
-        scale = loss_weights.ce * known
-        gradient = q * scale[:, None]
-        gradient.scatter_add_(1, labels.clamp(min=0)[:, None], -scale[:, None])
-        if loss_weights.soft:
-            gradient.add_((q * p.sum(dim=-1, keepdim=True)).sub_(p), alpha=loss_weights.soft)
-        if loss_weights.l1:
-            sign = torch.sign(q - p)
-            inner = torch.einsum("nv,nv->n", q, sign)
-            gradient.add_(sign.sub_(inner[:, None]).mul_(q), alpha=loss_weights.l1)
-        gradient.mul_(weights[:, None])
-        ctx.save_for_backward(gradient.to(draft_logits.dtype))
-        total = loss_weights.ce * terms.ce + loss_weights.soft * terms.soft + loss_weights.l1 * terms.l1
-        ctx.mark_non_differentiable(terms.ce, terms.soft, terms.l1, terms.agreement)
-        return (weights * total).sum(), terms.ce, terms.soft, terms.l1, terms.agreement
+    def forward(ctx: Any, work: _Work, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        terms, gradients = _run_chunks(work, inputs)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.mark_non_differentiable(terms)
+        scale = work.loss_weights
+        total = scale.ce * terms[0] + scale.soft * terms[1] + scale.l1 * terms[2]
+        return (work.weights * total).sum(), terms
 
     @staticmethod
-    def backward(ctx: Any, grad_total: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_total.to(gradient.dtype), None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        scaled = [
+            None if gradient is None else (gradient * grad_total.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return None, *scaled
 
 
 def weighted_slot_loss(
-    draft_logits_of: Callable[[slice], torch.Tensor],
-    target_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor,
+    latent: torch.Tensor | None,
     *,
+    draft_logits_of: DraftLogits,
+    target_of: Callable[[slice], torch.Tensor],
     labels: torch.Tensor,
     weights: torch.Tensor,
     loss_weights: LossWeights,
+    parameters: Sequence[torch.Tensor] = (),
     chunk_size: int = 256,
 ) -> tuple[torch.Tensor, SlotTerms]:
     """`sum(w * (ce * CE + soft * SoftCE + l1 * L1))` over all slots, not yet divided by `sum(w)`.
 
     Args:
-        draft_logits_of (callable): Differentiable draft logits `[m, Vd]` of a slice of the slots.
-        target_of (callable): Target logits `[m, Vd]` and their logsumexp over the whole vocabulary `[m]`, of a slice.
+        hidden (`torch.Tensor` of shape `(n, D)`): Backbone outputs.
+        latent (`torch.Tensor` of shape `(n, r)`, *optional*): Latents of the sequential head.
+        draft_logits_of (callable): Draft logits `[m, Vd]` of `m` rows of `hidden` and `latent`: any operations that
+            autograd knows, row by row.
+        target_of (callable): The target's probabilities `p` `[m, Vd]` at a slice of the slots, in fp32.
         labels (`torch.LongTensor` of shape `(n,)`): Label in the draft vocabulary, -1 if it is not in it.
         weights (`torch.Tensor` of shape `(n,)`): Slot weights.
         loss_weights ([`LossWeights`]): Weights of the terms.
+        parameters (`Sequence[torch.Tensor]`, *optional*): What `draft_logits_of` reads and training changes (`W2`); one
+            that is left out gets no gradient from here.
         chunk_size (`int`, *optional*, defaults to `256`): Slots computed at once.
 
     Returns:
         `tuple`: the sum, and the detached [`SlotTerms`] of all slots.
     """
-    totals, parts = [], []
-    for start in range(0, labels.shape[0], chunk_size):
-        part = slice(start, min(start + chunk_size, labels.shape[0]))
-        target_logits, logsumexp = target_of(part)
-        total, *terms = _WeightedChunk.apply(
-            draft_logits_of(part), target_logits, logsumexp, labels[part], weights[part], loss_weights
-        )
-        totals.append(total)
-        parts.append(terms)
-    if not totals:
-        empty = weights.new_zeros(0)
-        return weights.sum() * 0.0, SlotTerms(empty, empty, empty, empty)
-    return torch.stack(totals).sum(), SlotTerms(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    with_gradient = torch.is_grad_enabled()  # inside an autograd function it never is
+    work = _Work(draft_logits_of, target_of, labels, weights, loss_weights, chunk_size, with_gradient)
+    total, terms = _ChunkedLoss.apply(work, hidden, latent, *parameters)
+    return total, SlotTerms(*terms)
 
 
 def confidence_loss(logits: torch.Tensor, l1: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

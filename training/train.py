@@ -3,6 +3,7 @@
     python -m training.train --config training/configs/smollm2-135m.yaml
     python -m training.train --config training/configs/smollm2-135m.yaml --learning_rate 3e-4 --max_steps 100
     python -m training.train --config training/configs/smollm2-135m.yaml --resume_from_checkpoint true
+    python -m training.train --config training/configs/qwen3-8b.yaml --dry_run
 
 Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The drafter that
 training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
@@ -21,12 +22,14 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.target_dspark import check_target
 from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
-from training.data import Conversation, choose_draft_vocabulary, load_conversations
+from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
+from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
 from training.features import FeatureCache, fingerprint
 from training.initialization import (
@@ -51,6 +54,12 @@ class DrafterArguments:
 
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
+    target_shape: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON of the target's config fields, for `--dry_run` without the Hub; beside the YAML file."
+        },
+    )
     drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
     architecture: str = field(
         default="dspark",
@@ -147,6 +156,8 @@ def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
     unknown = sorted(set(content) - known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
+    if content.get("target_shape") is not None:
+        content["target_shape"] = str(path.parent / str(content["target_shape"]))  # it ships next to the recipe
     return content
 
 
@@ -195,26 +206,23 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
-def build_drafter(
-    arguments: DrafterArguments,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-) -> DSparkModel:
-    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
-    architecture = ARCHITECTURES[arguments.architecture]
-    if arguments.drafter is not None:
-        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+def fresh_config(
+    arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> DSparkConfig:
+    """Configuration of a new drafter.
+
+    Raises:
+        ValueError: without a `mask_token_id`, or if the arguments make no drafter for this target.
+    """
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
     if arguments.mask_token_id is None:
         raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
-    config = config_for_target(
+    return config_for_target(
         target,
         tokenizer,
         arguments.target,
-        config_class=architecture.config_class,
+        config_class=ARCHITECTURES[arguments.architecture].config_class,
         num_hidden_layers=arguments.num_draft_layers,
         block_size=arguments.block_size,
         sample_from_anchor=arguments.sample_from_anchor,
@@ -226,8 +234,23 @@ def build_drafter(
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
     )
+
+
+def build_drafter(
+    arguments: DrafterArguments,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+) -> DSparkModel:
+    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    architecture = ARCHITECTURES[arguments.architecture]
+    if arguments.drafter is not None:
+        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
+        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+    config = fresh_config(arguments, target, tokenizer)
     drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
+        text = target.config.get_text_config()
         eos = text.eos_token_id
         always = [] if eos is None else eos if isinstance(eos, list) else [eos]
         tokens, coverage = choose_draft_vocabulary(conversations, arguments.draft_vocab_size, text.vocab_size, always)
@@ -239,40 +262,94 @@ def build_drafter(
     return drafter
 
 
-def main(argv: list[str] | None = None) -> DSparkModel:
-    """Run the command; returns the trained drafter."""
+def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkTrainingArguments) -> DryRun:
+    """The dry run: sizes, from shapes alone."""
+    target = meta_target(arguments.target, arguments.target_shape, arguments.target_dtype)
+    if arguments.drafter is None:
+        config = fresh_config(arguments, target, tokenizer=None)
+    else:
+        config = given_config(arguments.drafter)
+    check_target(target, config)
+    return dry_run(target, config, training, max_length=data.max_length)
+
+
+def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
+    """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if training.dry_run:
+        found = estimate(drafter_arguments, data, training)
+        sys.stdout.write(str(found))
+        return found
     set_seed(training.seed)
     tokenizer = load_tokenizer(drafter_arguments.target)
     conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
     conversations = conversations[: data.max_conversations]
     logger.warning(f"{len(conversations)} conversations; {json.dumps(counts)}")
     target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
+    check_tokens(conversations, target)
     target.to(training.device)
     drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
     adapters = None
     if drafter_arguments.peft:
         adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
-    cache = None
-    if data.feature_cache is not None:
-        cache = FeatureCache(
-            data.feature_cache,
-            conversations,
-            target_name=f"{drafter_arguments.target_dtype} {fingerprint(target)}",
-            target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
-            hidden_size=drafter.config.hidden_size,
-        )
-        cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
     drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
+    cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
+    trainer = make_trainer(data, training, target, drafter, conversations, cache)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training, drafter))
+    trainer.check_loss()
+    save(trainer, adapters, Path(training.output_dir))
+    return drafter
+
+
+def feature_cache(
+    arguments: DrafterArguments,
+    data: DataArguments,
+    training: DSparkTrainingArguments,
+    target: PreTrainedModel,
+    drafter: DSparkModel,
+    conversations: list[Conversation],
+) -> FeatureCache | None:
+    """The feature cache, complete, if one is asked for."""
+    if data.feature_cache is None:
+        return None
+    cache = FeatureCache(
+        data.feature_cache,
+        conversations,
+        target_name=f"{arguments.target_dtype} {fingerprint(target)}",
+        target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
+        hidden_size=drafter.config.hidden_size,
+    )
+    with training.main_process_first(desc="features"):  # the others find what it wrote
+        cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
+    return cache
+
+
+def make_trainer(
+    data: DataArguments,
+    training: DSparkTrainingArguments,
+    target: PreTrainedModel,
+    drafter: DSparkModel,
+    conversations: list[Conversation],
+    cache: FeatureCache | None,
+) -> DSparkTrainer:
+    """The trainer, with the conversations split for training and evaluation."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
-    trainer = DSparkTrainer(
+    return DSparkTrainer(
         model=drafter,
         args=training,
         target=target,
         train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
         eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
     )
+
+
+def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` asks for.
+
+    Raises:
+        ValueError: if there is none, or it is of a drafter of another configuration.
+    """
     resume: Any = training.resume_from_checkpoint
     if str(resume).lower() == "true":
         resume = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
@@ -280,17 +357,22 @@ def main(argv: list[str] | None = None) -> DSparkModel:
             raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
     if resume:
         check_resumed(Path(resume), drafter)
-    trainer.train(resume_from_checkpoint=resume)
-    if trainer.is_world_process_zero():
-        folder = Path(training.output_dir) / "drafter"
-        trained: Any = trainer.accelerator.unwrap_model(trainer.model)
-        if adapters is not None:
-            save_adapter(trained, adapters, Path(training.output_dir) / "adapter")
-            merge_lora(trained)
-        trained.save_pretrained(folder)
-        log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
-        (Path(training.output_dir) / "log.jsonl").write_text(log)
-    return drafter
+    return resume
+
+
+def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
+    """Write the drafter for use, its adapters if it has any, and the log; by one process."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
+    if not trainer.is_world_process_zero():
+        return
+    trained: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if adapters is not None:
+        save_adapter(trained, adapters, folder / "adapter")
+        merge_lora(trained)
+        state = trained.state_dict()
+    trained.save_pretrained(folder / "drafter", state_dict=state)
+    log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
+    (folder / "log.jsonl").write_text(log)
 
 
 if __name__ == "__main__":

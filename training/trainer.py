@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `Vd` draft vocabulary.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from modeling_dspark import DSparkModel
 from training.arguments import DSparkTrainingArguments
 from training.batches import EpochSampler, collate
 from training.blocks import Blocks, make_blocks
+from training.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.features import TargetFeatures, compute_features
 from training.forward import BlockOutputs, forward_blocks
 from training.losses import LossWeights, SlotTerms, confidence_loss, slot_weights, weighted_slot_loss
@@ -61,7 +63,12 @@ class DSparkTrainer(Trainer):
         )
         target = self._target_features(inputs, drafter)
         outputs = forward_blocks(
-            drafter, self.binding, blocks, input_ids=inputs["input_ids"], features=target.features
+            drafter,
+            self.binding,
+            blocks,
+            input_ids=inputs["input_ids"],
+            features=target.features,
+            wrapped=model,
         )
         loss_weights = self.args.loss_weights(self.state.global_step / max(self.state.max_steps, 1))
         weights = self._slot_weights(blocks)[blocks.supervised]
@@ -88,7 +95,6 @@ class DSparkTrainer(Trainer):
             self.binding,
             inputs["input_ids"],
             target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
-            needed=inputs["response_mask"],
         )
 
     def _slot_loss(
@@ -102,27 +108,22 @@ class DSparkTrainer(Trainer):
         loss_weights: LossWeights,
     ) -> tuple[torch.Tensor, SlotTerms]:
         rows = torch.arange(blocks.anchors.shape[0], device=weights.device)[:, None, None]
-        width = target.logsumexp.shape[1]
-        flat = (rows * width + blocks.label_sources)[blocks.supervised]
-        # A position serves several blocks: its target logits are computed once.
-        positions, slot_position = flat.unique(return_inverse=True)
-        with torch.no_grad():
-            target_logits = self.binding.draft_logits(target.last_hidden.flatten(0, 1)[positions])
-        logsumexp = target.logsumexp.flatten()[positions]
-        labels = self._to_draft.to(weights.device)[blocks.labels[blocks.supervised]]
-
-        def draft_logits_of(part: slice) -> torch.Tensor:
-            logits = self.binding.draft_logits(outputs.hidden[part])
-            if outputs.latent is not None:
-                logits = logits + drafter.markov_head.bias(outputs.latent[part])  # type: ignore[union-attr]
-            return logits
-
+        flat = rows * target.last_hidden.shape[1] + blocks.label_sources
+        distribution = TargetDistribution(
+            self.binding,
+            target.last_hidden.flatten(0, 1),
+            positions=flat[blocks.supervised],
+            logsumexp=None if target.logsumexp is None else target.logsumexp.flatten(),
+        )
         return weighted_slot_loss(
-            draft_logits_of,
-            lambda part: (target_logits[slot_position[part]], logsumexp[slot_position[part]]),
-            labels=labels,
+            outputs.hidden,
+            outputs.latent,
+            draft_logits_of=functools.partial(draft_logits, drafter, self.binding),
+            target_of=distribution.probabilities,
+            labels=self._to_draft.to(weights.device)[blocks.labels[blocks.supervised]],
             weights=weights,
             loss_weights=loss_weights,
+            parameters=bias_parameters(drafter),
         )
 
     @torch.no_grad()
@@ -178,20 +179,31 @@ class DSparkTrainer(Trainer):
             metrics[f"agreement/{slot}"] = float(agree)
         if "confidence_error" in values:
             metrics["confidence_error"] = float(values["confidence_error"] / slots.sum())
-        return {name: round(value, 4) for name, value in metrics.items()}
+        return {name: round(value, 6) for name, value in metrics.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Merge the running metrics into what Transformers logs."""
         if "eval_loss" in logs:
             logs |= {f"eval_{name}": value for name, value in self._take_metrics(False).items()}
         elif "loss" in logs:
+            self.check_loss()
             logs |= self._take_metrics(True)
-            if not math.isfinite(logs.get("slot_loss", 0.0)):
-                raise ValueError(
-                    f"The loss is {logs['slot_loss']} at step {self.state.global_step}: stop before a broken drafter is "
-                    "saved. Lower `learning_rate`, or check the target's logits for NaN."
-                )
         super().log(logs, *args, **kwargs)
+
+    def check_loss(self) -> None:
+        """Stop if a loss since the last entry of the log was no number; in every process, since the sum is over all."""
+        loss = self._sums[True].get("loss")
+        value = 0.0 if loss is None else float(self.accelerator.reduce(loss.clone(), reduction="sum"))
+        if not math.isfinite(value):
+            raise ValueError(
+                f"The loss is {value} at step {self.state.global_step}: stopped before a broken drafter is saved. Lower "
+                "`learning_rate`, or check the target's logits for NaN."
+            )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """No checkpoint of a drafter whose loss was no number, however seldom the loss is logged."""
+        self.check_loss()
+        super()._save_checkpoint(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -207,7 +219,7 @@ class DSparkTrainer(Trainer):
         return loss.detach(), None, None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
-        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         dataset: Any = train_dataset or self.train_dataset
         return EpochSampler(dataset, group_size, self.args.data_seed or self.args.seed)
 

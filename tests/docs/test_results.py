@@ -9,6 +9,7 @@ from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
 from benchmarks.report import speed_tables
 from benchmarks.throughput_summary import throughput_table
+from benchmarks.training_step import step_table
 
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +74,20 @@ def test_quoted_rounds_of_the_fused_head():
     assert {(case["rows"], case["temperature"]) for case in report["results"]} == {
         (rows, temperature) for rows in (1, 8) for temperature in (0.0, 1.0)
     }
+
+
+def test_quoted_time_and_memory_of_the_training_step():
+    """The loss: at most a quarter of the memory and 1.15 of the time of whole logits; a step: leaner and not slower."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "training_step.json").read_text())
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert step_table(report["results"]) in page
+    assert f"commit `{report['environment']['git_commit'][:7]}`" in page
+    assert (report["complete"], report["environment"]["git_dirty"]) == (True, False)
+    cases = {(case["part"], case["dtype"]): case for case in report["results"]}
+    assert set(cases) == {(part, dtype) for part in ("loss", "step") for dtype in ("float32", "bfloat16")}
+    for (part, dtype), case in cases.items():
+        assert case["memory_ratio"] <= (0.25 if part == "loss" else 1.0)
+        assert case["time_ratio"] <= (1.15 if part == "loss" else 1.0)
+        assert case["loss_difference"] < (1e-5 if (part, dtype) == ("loss", "float32") else 1e-2)
+        if part == "loss":
+            assert (case["slots"], case["vocabulary"]) == (2048, 151936)

@@ -74,7 +74,7 @@ def test_the_autoregressive_drafter_is_a_causal_layer_run_once_a_token():
     everything = torch.ones_like(ids, dtype=torch.bool)
     blocks = make_blocks(ids, everything, anchors=anchors, keep=torch.ones_like(anchors).bool(), block_size=4)
     with torch.no_grad():
-        hidden = drafter.forward_blocks(binding, blocks, input_ids=ids, features=features).hidden.view(4, 4, -1)
+        hidden = drafter(binding, blocks, input_ids=ids, features=features).hidden.view(4, 4, -1)
     for row, anchor in enumerate(anchors[0].tolist()):
         assert_close(hidden[row], naive_states(drafter, binding, ids, features, anchor), atol=1e-5, rtol=1e-5)
 

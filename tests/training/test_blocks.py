@@ -1,4 +1,4 @@
-"""Anchors, the block mask, the losses and the chunked attention, against plain double loops and autograd."""
+"""Anchors, the block mask and the chunked attention, against plain double loops."""
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from training.blocks import (
 )
 from training.features import compute_features
 from training.forward import forward_blocks
-from training.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
 
 
 def random_blocks(seed=0, rows=3, length=17, num_blocks=4, block_size=5):
@@ -112,77 +111,6 @@ def test_anchors():
     assert len({tuple(chosen) for chosen in some}) > 3
     assert some[4] == sample_anchors(mask, 3, generator=torch.Generator().manual_seed(4)).tolist()
     assert sample_anchors(torch.zeros(5, dtype=torch.bool), 3).tolist() == []
-
-
-def naive_loss(logits, p, labels, weights, w):
-    """The formulas as written, by autograd; `p` covers the draft vocabulary and may lack mass."""
-    log_q = logits.log_softmax(-1)
-    q = log_q.exp()
-    ce = torch.stack([-row[label] if label >= 0 else row.sum() * 0 for row, label in zip(log_q, labels, strict=True)])
-    soft = -(p * log_q).sum(-1)
-    l1 = (q - p).abs().sum(-1) + 1 - p.sum(-1)
-    return (weights * (w.ce * ce + w.soft * soft + w.l1 * l1)).sum(), l1
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("chunk_size", [3, 16, 1000])
-@pytest.mark.parametrize(
-    "weights", [LossWeights(0.1, 0.0, 0.9), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.7, 0.3)], ids=str
-)
-def test_loss_and_gradient_equal_the_naive_ones(weights, chunk_size, reduced):
-    torch.manual_seed(3)
-    logits = (torch.randn(16, 12) * 2).requires_grad_()
-    target_logits = torch.randn(16, 20 if reduced else 12) * 2
-    logsumexp = target_logits.logsumexp(-1)
-    target_logits = target_logits[:, :12]
-    labels = torch.randint(-1 if reduced else 0, 12, (16,))
-    slot = torch.rand(16)
-    total, terms = weighted_slot_loss(
-        lambda part: logits[part],
-        lambda part: (target_logits[part], logsumexp[part]),
-        labels=labels,
-        weights=slot,
-        loss_weights=weights,
-        chunk_size=chunk_size,
-    )
-    total.backward()
-    ours, logits.grad = logits.grad, None
-    p = (target_logits - logsumexp[:, None]).exp()
-    expected, l1 = naive_loss(logits, p, labels, slot, weights)
-    expected.backward()
-    assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
-    assert_close(ours, logits.grad, atol=1e-6, rtol=1e-5)
-    assert_close(terms.l1, l1.detach(), atol=1e-5, rtol=1e-5)
-
-
-def test_no_supervised_slot():
-    total, terms = weighted_slot_loss(
-        lambda part: None,
-        lambda part: None,
-        labels=torch.zeros(0, dtype=torch.long),
-        weights=torch.zeros(0),
-        loss_weights=LossWeights(),
-    )
-    assert float(total) == 0.0
-    assert terms.l1.shape == (0,)
-
-
-def test_confidence_target_is_detached():
-    logits = torch.zeros(2, requires_grad=True)
-    l1 = torch.tensor([0.0, 2.0], requires_grad=True)
-    confidence_loss(logits, l1, torch.ones(2)).backward()
-    assert l1.grad is None
-    assert_close(logits.grad, torch.tensor([-0.5, 0.5]))
-
-
-def test_weights_of_slots_and_terms():
-    assert_close(slot_weights(3, 4.0), torch.tensor([1.0, 0.7788008, 0.6065307]))
-    assert slot_weights(3, None).tolist() == [1, 1, 1]
-    assert [linear_between(0, 2, f) for f in (-1, 0, 0.5, 1, 3)] == [0, 0, 1, 2, 2]
-    with pytest.raises(ValueError, match="decay"):
-        LossWeights(decay=0)
-    with pytest.raises(ValueError, match=">= 0"):
-        LossWeights(ce=-1)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 16, 17, 40])
