@@ -161,7 +161,9 @@ class FeatureCache:
     def _path(self, shard: int) -> Path:
         digest = hashlib.sha256(json.dumps([self._target_name, self.target_layer_ids]).encode())
         for conversation in self.conversations[shard * self.shard_size : (shard + 1) * self.shard_size]:
-            digest.update(str((conversation.input_ids, conversation.response_start)).encode())
+            spans = conversation.response_spans
+            content = (conversation.input_ids, conversation.response_start, *([spans] if spans else []))
+            digest.update(str(content).encode())
         return self.folder / f"features-{digest.hexdigest()[:16]}.safetensors"
 
     def _write(self, shard: int, target: PreTrainedModel, binding: TargetBinding, batch_size: int = 16) -> None:

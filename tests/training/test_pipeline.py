@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training import regenerate as regenerate_module
+from training import answering
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
 from training.features import FeatureCache, compute_features, pad_ids
 from training.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
@@ -58,7 +58,7 @@ class TestRegenerate:
         """A run that dies in the middle, with half a line written, goes on to the same file as an undisturbed run."""
         whole = regenerate(arguments(workspace)).read_text()
         (workspace / "answers.jsonl").unlink()
-        real, calls = regenerate_module.answer_batch, []
+        real, calls = answering.answer_batch, []
 
         def dies(*args, **kwargs):
             calls.append(1)
@@ -66,12 +66,12 @@ class TestRegenerate:
                 raise KeyboardInterrupt
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(regenerate_module, "answer_batch", dies)
+        monkeypatch.setattr(answering, "answer_batch", dies)
         with pytest.raises(KeyboardInterrupt):
             regenerate(arguments(workspace))
         with (workspace / "answers.jsonl").open("a") as file:
             file.write('{"prompt": 4, "answ')
-        monkeypatch.setattr(regenerate_module, "answer_batch", real)
+        monkeypatch.setattr(answering, "answer_batch", real)
         assert regenerate(arguments(workspace)).read_text() == whole
 
     def test_batches_share_a_temperature(self, workspace):
