@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from training.blocks import sample_anchors
 from training.data import Conversation
-from training.features import FeatureCache, pad_ids
+from training.feature_cache import FeatureCache
+from training.features import pad_ids
 
 
 def seeded(*values: int) -> torch.Generator:

@@ -26,7 +26,8 @@ from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
-from training.features import FeatureCache, fingerprint
+from training.feature_cache import FeatureCache
+from training.features import fingerprint
 from training.initialization import (
     config_for_target,
     default_layer_ids,
