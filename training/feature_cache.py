@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from modeling_dspark.target_dspark import TargetBinding
 from training.data import Conversation
-from training.features import TargetFeatures, compute_features, pad_ids
+from training.features import TargetFeatures, bytes_a_token, compute_features, pad_ids
 from training.shards import ShardFolder, size_text
 
 
@@ -75,7 +75,7 @@ class FeatureCache:
 
     def _shard_bytes(self, shard: int) -> int:
         tokens = sum(len(conversation.input_ids) for conversation in self._part(shard))
-        return tokens * (2 * self.hidden_size * (len(self.target_layer_ids) + 1) + 4) + _HEADER_BYTES
+        return tokens * bytes_a_token(self.hidden_size, len(self.target_layer_ids)) + _HEADER_BYTES
 
     def build(self, target: PreTrainedModel, binding: TargetBinding, *, limit_gb: float) -> None:
         """Compute what is missing, with a progress bar; the size is logged and checked first.

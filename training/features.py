@@ -29,6 +29,11 @@ class TargetFeatures:
     logsumexp: torch.Tensor
 
 
+def bytes_a_token(hidden_size: int, num_layers: int) -> int:
+    """Size of a token on disk: tapped and last hidden states in bf16, and the log-sum-exp in fp32."""
+    return 2 * hidden_size * (num_layers + 1) + 4
+
+
 def fingerprint(target: PreTrainedModel) -> str:
     """Identifies a target by some numbers of every parameter: another model at the same path is another target."""
     digest = hashlib.sha256()
@@ -46,14 +51,18 @@ def compute_features(
     *,
     target_layer_ids: Sequence[int],
     needed: torch.Tensor,
+    starts: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> TargetFeatures:
     """One forward of the frozen target over right-padded `input_ids` `[B, T]`.
 
-    The log-sum-exp is computed at the `needed` positions `[B, T]` only (it costs a pass through the LM head).
+    The log-sum-exp is computed at the `needed` positions `[B, T]` only (it costs a pass through the LM head). `starts`
+    `[B, T]` says where the conversation of each token starts, if rows hold several (`training.packing`).
     """
-    # Padding sits on the right and attention is causal, so no mask is needed.
-    outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
+    # Padding sits on the right and attention is causal, so no mask is needed. Where positions start again, Transformers
+    # makes a mask that separates what is packed, if it is given neither a mask nor a cache.
+    packed = {} if starts is None else {"position_ids": torch.arange(starts.shape[1], device=starts.device) - starts}
+    outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False, **packed)
     last = outputs.last_hidden_state
     logsumexp = torch.zeros(input_ids.shape, dtype=torch.float32, device=last.device)
     rows = last[needed]
@@ -75,4 +84,4 @@ def pad_ids(conversations: Sequence[Conversation]) -> tuple[torch.Tensor, torch.
     return input_ids, response_mask
 
 
-__all__ = ["TargetFeatures", "compute_features", "fingerprint", "pad_ids"]
+__all__ = ["TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]

@@ -35,6 +35,7 @@ from training.initialization import (
     start_markov_embedding,
     warm_start,
 )
+from training.packing import check_packing
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.trainer import DSparkTrainer
 
@@ -67,13 +68,17 @@ class DrafterArguments:
 class DataArguments:
     """What to train on."""
 
-    prompts: str = field(default="", metadata={"help": "JSONL file of prompts."})
+    prompts: str = field(
+        default="", metadata={"help": "The prompts, for answers that do not hold their `prompt_ids`."}
+    )
     answers: list[str] = field(default_factory=list, metadata={"help": "Files written by `training.regenerate`."})
     max_length: int = field(default=512, metadata={"help": "Longer conversations are cut."})
     max_conversations: int | None = field(default=None, metadata={"help": "Use only the first N conversations."})
     num_eval_conversations: int = field(default=64, metadata={"help": "Held out from training, for evaluation."})
     feature_cache: str | None = field(default=None, metadata={"help": "Folder for target features, computed once."})
-    feature_cache_gb: float = field(default=20.0, metadata={"help": "Largest size of the feature cache."})
+    feature_cache_gb: float = field(
+        default=20.0, metadata={"help": "Largest size of that folder, other data included."}
+    )
 
     def __post_init__(self) -> None:
         if self.num_eval_conversations < 0 or self.max_length < 2:
@@ -227,6 +232,8 @@ def main(argv: list[str] | None = None) -> DSparkModel:
             hidden_size=drafter.config.hidden_size,
         )
         cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
+    elif training.packing:
+        check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]
     if training.device.type == "cpu":
         drafter.set_attn_implementation(CHUNKED_ATTENTION)
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
