@@ -57,21 +57,17 @@ def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, 
     write_atomically(path, json.dumps(settings | counts, indent=2) + "\n")
 
 
-def write_dataset(
-    answers: Path, prompts: list[dict], arguments: RegenerateArguments, settings: dict[str, Any]
-) -> None:
+def write_dataset(answers: Path, prompts: list[dict], settings: dict[str, Any], counts: dict[str, Any]) -> None:
     """Save the answers as a `datasets` dataset in `dataset/`, with a card `README.md` for the folder."""
     from datasets import Dataset  # the training extra; needed for this output only
 
     records = read_jsonl(answers)
     columns = {name: None for record in records for name in record}  # files begun before a column existed
     Dataset.from_list([columns | record for record in records]).save_to_disk(str(answers.parent / "dataset"))
-    write_atomically(answers.parent / "README.md", dataset_card(records, prompts, arguments, settings))
+    write_atomically(answers.parent / "README.md", dataset_card(records, prompts, settings, counts))
 
 
-def dataset_card(
-    records: list[dict], prompts: list[dict], arguments: RegenerateArguments, settings: dict[str, Any]
-) -> str:
+def dataset_card(records: list[dict], prompts: list[dict], settings: dict[str, Any], counts: dict[str, Any]) -> str:
     """Card of a folder of answers: what they are answers to, whose, how they were made, and how many there are."""
     used = [prompts[index] for index in sorted({record["prompt"] for record in records})]
     licenses = _count(record.get("license", record.get("licence")) for record in used)
@@ -85,16 +81,16 @@ def dataset_card(
     return "\n".join(
         [
             f"---\n{data.to_yaml()}\n---\n",
-            f"# Answers of {arguments.target}\n",
-            f"Prompts answered by `{arguments.target}`, to train a drafter for it. Each line of `answers.jsonl` is one turn "
+            f"# Answers of {settings['target']}\n",
+            f"Prompts answered by `{settings['target']}`, to train a drafter for it. Each line of `answers.jsonl` is one turn "
             "of a conversation: `prompt` (place of the prompt in the source, from 0), `sample`, `turn`, the sampling "
             "parameters, `prompt_ids` (what the target saw) and `answer_ids` (what it wrote; it ends with the "
             "end-of-turn token if `finish_reason` is `stop`).\n",
             f"## Provenance\n\nMade with `python -m training.regenerate` by {made}.\n",
             _table(("setting", "value"), settings.items()),
             "\n## Counts\n",
-            _table(("count", "value"), _counts(records).items()),
-            f"\n## Prompts\n\nRead from `{arguments.prompts}`.\n",
+            _table(("count", "value"), _counts(records, counts).items()),
+            f"\n## Prompts\n\nRead from `{counts['prompts']}`.\n",
             _table(("source", "prompts"), _count(record.get("source") for record in used).items()),
             "",
             _table(("licence of the prompts", "prompts"), licenses.items()),
@@ -103,14 +99,14 @@ def dataset_card(
     )
 
 
-def _counts(records: list[dict]) -> dict[str, Any]:
+def _counts(records: list[dict], counts: dict[str, Any]) -> dict[str, Any]:
     finished = [record["finish_reason"] for record in records if record.get("finish_reason")]
     return {
         "conversations": len({(record["prompt"], record.get("sample", 0)) for record in records}),
         "answers": len(records),
         "answers cut at `max_new_tokens`": finished.count("length"),
         "answer tokens": sum(len(record["answer_ids"]) for record in records),
-    }
+    } | {name.replace("_", " "): value for name, value in counts.items() if name != "prompts"}
 
 
 def _count(values: Iterable[str | None]) -> dict[str, int]:

@@ -6,8 +6,13 @@ Knows nothing of what the lines mean.
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
@@ -46,13 +51,20 @@ class JsonlAppender:
     """Appends records to a JSONL file, each of them with one call of the operating system, for use in a `with` block.
 
     Half a line that a crash left at the end is cut off first, so that the next record starts on a line of its own.
+
+    Raises:
+        ValueError: if another process appends to the file (not seen on Windows).
     """
 
     def __init__(self, path: Path):
-        if path.is_file():
-            content = path.read_bytes()
-            os.truncate(path, content.rfind(b"\n") + 1)
         self._file = path.open("ab", buffering=0)
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
+            except BlockingIOError as error:
+                self._file.close()
+                raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def __enter__(self) -> "JsonlAppender":
         return self

@@ -138,6 +138,18 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=tokenizer.chat_template is None).input_ids
 
 
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Token ids of `text` as it follows the rendered conversation `before`.
+
+    Some tokenizers begin a text with a space that is not there in the middle of one.
+    """
+    alone, whole = text_ids(tokenizer, before), text_ids(tokenizer, before + text)
+    if whole[: len(alone)] == alone:
+        return whole[len(alone) :]
+    # A token reaches across the border, which it cannot in what a target writes after a prompt.
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any, thinking: Thinking = "default") -> list[int]:
     """Token ids of the first turn of a prompt, through the target's chat template."""
     return text_ids(tokenizer, render_chat(tokenizer, chat(user_turns(record)[:1], []), thinking))
@@ -147,6 +159,7 @@ __all__ = [
     "Thinking",
     "chat",
     "check_thinking",
+    "continuation_ids",
     "prompt_ids",
     "read_prompts",
     "render_chat",

@@ -48,17 +48,21 @@ def _answers_path(output: str) -> Path:
     return path if path.suffix == ".jsonl" else path / "answers.jsonl"
 
 
-def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[Request], answers: Answers) -> None:
-    """Append answers as they come, with a progress bar over all turns of all conversations."""
-    turns = [(*request.key[:2], turn) for request in requests for turn in range(len(request.turns))]
-    present = sum(key in answers for key in turns)
+def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[Request], answers: Answers) -> int:
+    """Append answers as they come, with a progress bar over all turns; returns how many conversations did not get to
+    their last turn, because a turn failed or would be longer than `max_prompt_tokens`."""
+    turns = {(*request.key[:2], turn) for request in requests for turn in range(len(request.turns))}
+    last = {(*request.key[:2], len(request.turns) - 1) for request in requests}
+    present = turns & answers.keys()
     tokens = 0
-    with tqdm(total=len(turns), initial=present, unit="answer", desc="regenerate") as bar:
+    with tqdm(total=len(turns), initial=len(present), unit="answer", desc="regenerate") as bar:
         for record in made:
             file.write(record)
+            present.add(key_of(record))
             tokens += len(record["answer_ids"])
             bar.update()
             bar.set_postfix(tokens=tokens, refresh=False)
+    return len(last - present)
 
 
 def regenerate(arguments: RegenerateArguments) -> Path:
@@ -70,7 +74,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
     path = _answers_path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = settings_of(arguments, tokenizer)
-    counts = {"prompts": arguments.prompts, "skipped_long_prompts": too_long}
+    counts: dict[str, Any] = {"prompts": arguments.prompts, "skipped_long_prompts": too_long}
     write_provenance(path, settings, counts)
     with JsonlAppender(path) as file:  # opened first: half a line at the end is no answer
         answers = {key_of(record): Answer.of(record) for record in read_jsonl(path)}
@@ -79,7 +83,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
             made = answers_of_target(arguments, tokenizer, requests, answers)
         else:
             made = ServedAnswers(arguments, tokenizer, requests, answers)
-        _write(file, made, requests, answers)
+        counts["unfinished_conversations"] = _write(file, made, requests, answers)
     if isinstance(made, ServedAnswers):
         counts["failed_requests"] = made.num_failures
         if made.num_failures:
@@ -87,7 +91,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
     logger.warning(f"{path}: {json.dumps(counts)}")
     write_provenance(path, settings, counts)
     if not arguments.output.endswith(".jsonl"):
-        write_dataset(path, prompts, arguments, settings)
+        write_dataset(path, prompts, settings, counts)
     return path
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from training.plan import Answers, Request, follow_up, follow_ups
-from training.prompts import render_chat, template_options
+from training.prompts import continuation_ids, render_chat, template_options
 from training.regenerate_arguments import RegenerateArguments
 from training.server import ChatServer, Completion, RequestFailedError
 from training.targets import resolve_target
@@ -127,15 +127,15 @@ class ServedAnswers:
         )
 
     def _record(self, request: Request, completion: Completion) -> dict[str, Any]:
+        text = render_chat(self._tokenizer, request.messages, self._arguments.thinking)
         counted, expected = completion.prompt_tokens, len(request.input_ids)
         if self._arguments.check_prompt_tokens and request.turn == 0 and counted not in (None, expected):
-            text = render_chat(self._tokenizer, request.messages, self._arguments.thinking)
             raise ValueError(
                 f"The server counts {counted} prompt tokens where the chat template of `{self._arguments.target}` gives "
                 f"{expected} ({text[:80]!r}...): it serves another model or template. Serve the target with its own "
                 "template, or pass `--check_prompt_tokens false` if the server counts differently."
             )
-        ids = self._tokenizer(completion.text, add_special_tokens=False).input_ids
+        ids = continuation_ids(self._tokenizer, text, completion.text)
         if completion.finish_reason == "stop":
             ids = [*ids, self._eos]
         seed = request_seed(self._arguments.seed, request)

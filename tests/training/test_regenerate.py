@@ -18,7 +18,7 @@ from tests.training.chat_server import ChatDouble
 from training.answering import batch_seed
 from training.data import load_conversations
 from training.files import JsonlAppender
-from training.prompts import prompt_ids, read_prompts
+from training.prompts import continuation_ids, prompt_ids, read_prompts
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.served_answers import end_of_turn_id
 from training.targets import chat_template_hash
@@ -125,6 +125,23 @@ class TestPrompts:
         rendered = [tokenizer.decode(prompt_ids(tokenizer, {"text": "q"}, mode)) for mode in ("default", "on", "off")]
         assert rendered == ["Uq#A", "Uq#A", "Uq#A00"]
 
+    def test_an_answer_is_split_as_it_follows_the_prompt(self):
+        """A tokenizer that begins each text with a space, as Llama 2's does; a token that would reach into the prompt."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = {
+            word: index
+            for index, word in enumerate(["\u2581", "h", "i", "A", "hi", "Ah", "\u2581A", "\u2581h", "\u2581hi"])
+        }
+        merges = [("h", "i"), ("\u2581", "A"), ("\u2581", "h"), ("\u2581", "hi")]
+        core = Tokenizer(models.BPE(words, merges))
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+        assert tokenizer("hi").tokens() == ["\u2581hi"]
+        assert tokenizer.convert_ids_to_tokens(continuation_ids(tokenizer, "A", "hi")) == ["hi"]
+        assert tokenizer.convert_ids_to_tokens(continuation_ids(tokenizer, "h", "i")) == ["\u2581", "i"]
+
 
 class TestOwnSampling:
     def test_a_prompt_wins_over_the_flags(self, workspace):
@@ -219,6 +236,8 @@ class TestTurns:
         assert (0, 0, 0) in answers
         assert (0, 0, 2) not in answers
         assert all(len(record["prompt_ids"]) <= 14 for record in answers.values())
+        unfinished = sum(key not in answers for key in ((0, 0, 2), (1, 0, 0), (2, 0, 0), (3, 0, 1)))
+        assert json.loads((workspace / "short.meta.json").read_text())["unfinished_conversations"] == unfinished
         tokenizer = tokenizer_of(workspace)
         tokenizer.chat_template = None
         tokenizer.save_pretrained(workspace / "target")
@@ -366,6 +385,11 @@ class TestKill:
             file.write({"a": 2})
         assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
 
+    def test_two_runs_do_not_write_to_one_file(self, workspace):
+        with JsonlAppender(workspace / "answers.jsonl"), pytest.raises(ValueError, match="Another process"):
+            regenerate(arguments(workspace))
+        assert set(by_key(regenerate(arguments(workspace)))) == KEYS
+
     def test_other_settings_are_refused(self, workspace):
         regenerate(arguments(workspace, limit=1))
         for other in ({"thinking": "off"}, {"top_p": 0.5}, {"max_turns": 1}, {"server": "http://x/v1", "model": "m"}):
@@ -395,6 +419,8 @@ class TestCard:
             "| conversations | 4 |",
             "| answers | 6 |",
         ):
+            assert row in text
+        for row in ("| skipped long prompts | 0 |", "| unfinished conversations | 0 |"):
             assert row in text
         for row in ("| one | 2 |", "| two | 1 |", "| not stated | 1 |", "| MIT | 3 |", "| CC-BY-4.0 | 1 |"):
             assert row in text
