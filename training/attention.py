@@ -1,7 +1,8 @@
 """Attention for packed training blocks, chunk by chunk: the same result as one dense masked call, for less work.
 
-Blocks are sorted by anchor, so a chunk of blocks reads the context only from the start of its first conversation up to its
-last anchor, and of all block keys only its own. Registered with Transformers as the attention implementation `dspark_chunked`.
+Blocks are sorted by anchor, so a chunk of blocks reads the context only from the start of its first conversation up to
+its last anchor, and of all block keys only its own. Registered with Transformers as the attention implementation
+`dspark_chunked`.
 
 Shapes: `B` sequences, `H` heads, `Q` block positions, `C` context positions, `d` head size.
 """

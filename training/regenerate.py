@@ -15,6 +15,7 @@ same arguments; answers already there are never made again. With an `--output` t
 also receives the answers as a `datasets` dataset and a dataset card.
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,9 +38,18 @@ from training.targets import load_tokenizer
 logger = logging.get_logger("training.regenerate")
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults of the arguments, and the description as it is written."""
+
+
 def from_command_line(arguments: type, command: str, doc: str) -> Any:
-    """Arguments of `python -m training.<command>`, whose `--help` begins with the first sentence of its module's `doc`."""
-    parser = HfArgumentParser(arguments, prog=f"python -m training.{command}", description=doc.split("\n\n")[0])  # type: ignore[arg-type]
+    """Arguments of `python -m training.<command>`, whose `--help` begins with its module's `doc`: use and examples."""
+    parser = HfArgumentParser(
+        arguments,  # type: ignore[arg-type]  # a dataclass
+        prog=f"python -m training.{command}",
+        description=doc,
+        formatter_class=_HelpFormatter,
+    )
     return parser.parse_args_into_dataclasses()[0]
 
 
