@@ -33,6 +33,13 @@ class DSparkTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Print parameters, memory a GPU and the size of a feature cache; load and train nothing."},
     )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Pack the conversations of a batch into rows of `packed_length` tokens, to pad less."},
+    )
+    packed_length: int = field(
+        default=1024, metadata={"help": "Tokens of a packed row; a longer conversation has a row of its own."}
+    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay false: the collator makes tensors."}
     )
@@ -48,6 +55,8 @@ class DSparkTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
+        if self.packed_length < 1:
+            raise ValueError(f"`packed_length` must be at least 1, got {self.packed_length}.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false.")
         self.loss_weights(0.0)

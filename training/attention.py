@@ -1,7 +1,8 @@
 """Attention for packed training blocks, chunk by chunk: the same result as one dense masked call, for less work.
 
-Blocks are sorted by anchor, so a chunk of blocks reads the context only up to its last anchor, and of all block keys only
-its own. Registered with Transformers as the attention implementation `dspark_chunked`.
+Blocks are sorted by anchor, so a chunk of blocks reads the context only from the start of its first conversation up to
+its last anchor, and of all block keys only its own. Registered with Transformers as the attention implementation
+`dspark_chunked`.
 
 Shapes: `B` sequences, `H` heads, `Q` block positions, `C` context positions, `d` head size.
 """
@@ -44,15 +45,15 @@ def chunked_attention(
     outputs = []
     for start in range(0, num_queries, chunk):
         end = min(start + chunk, num_queries)
-        # Masks are prefixes of the context, so the number of columns anybody sees is the longest prefix.
-        visible = int(attention_mask[:, 0, start:end, :num_context].sum(dim=-1).max())
+        seen = attention_mask[:, 0, start:end, :num_context].any(dim=1).any(dim=0).nonzero()
+        visible = slice(int(seen[0]), int(seen[-1]) + 1) if seen.numel() else slice(0, 0)
         own = slice(num_context + start, num_context + end)
         output, _ = sdpa_attention_forward(
             module,
             query[:, :, start:end],
-            torch.cat([key[:, :, :visible], key[:, :, own]], dim=2),
-            torch.cat([value[:, :, :visible], value[:, :, own]], dim=2),
-            torch.cat([attention_mask[:, :, start:end, :visible], attention_mask[:, :, start:end, own]], dim=-1),
+            torch.cat([key[:, :, visible], key[:, :, own]], dim=2),
+            torch.cat([value[:, :, visible], value[:, :, own]], dim=2),
+            torch.cat([attention_mask[:, :, start:end, visible], attention_mask[:, :, start:end, own]], dim=-1),
             **kwargs,
         )
         outputs.append(output)

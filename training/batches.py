@@ -1,4 +1,4 @@
-"""From conversations to padded batches: anchors, order and collation, all functions of (seed, epoch).
+"""From conversations to batches, padded or packed: anchors, order and collation, all functions of (seed, epoch).
 
 A resumed run therefore sees the same blocks in the same order as an undisturbed one. No model here.
 """
@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from training.blocks import sample_anchors
 from training.data import Conversation
-from training.features import FeatureCache, pad_ids
+from training.feature_cache import FeatureCache
+from training.packing import join, pack
 
 
 def seeded(*values: int) -> torch.Generator:
@@ -54,21 +55,34 @@ class ConversationDataset(Dataset):
         }
 
 
-def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad a batch: ids, response masks, anchors and, from a cache, features."""
-    input_ids, response_mask = pad_ids([item["conversation"] for item in items])
-    num_blocks = max(1, *(item["anchors"].shape[0] for item in items))
-    anchors = torch.zeros(len(items), num_blocks, dtype=torch.long)
-    keep = torch.zeros(len(items), num_blocks, dtype=torch.bool)
-    for row, item in enumerate(items):
-        anchors[row, : item["anchors"].shape[0]] = item["anchors"]
-        keep[row, : item["anchors"].shape[0]] = True
-    batch = {"input_ids": input_ids, "response_mask": response_mask, "anchors": anchors, "keep": keep}
-    if items[0]["features"] is not None:
-        for name in ("features", "last_hidden", "logsumexp"):
-            rows = [getattr(item["features"], name) for item in items]
-            batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+def collate(items: list[dict[str, Any]], *, packed_length: int | None = None) -> dict[str, Any]:
+    """Pad a batch: ids, response masks, anchors and, from a cache, features; packed rows also say what starts where.
+
+    Args:
+        items (`list[dict[str, Any]]`): Of a [`ConversationDataset`].
+        packed_length (`int`, *optional*): Tokens of a row that holds several conversations; none: a row for each.
+    """
+    lengths = [len(item["conversation"].input_ids) for item in items]
+    rows = [[index] for index in range(len(items))] if packed_length is None else pack(lengths, packed_length)
+    packed = [join([items[index] for index in row]) for row in rows]
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in packed], batch_first=True)
+        for name in packed[0]
+        if name not in ("starts", "anchors")
+    }
+    if packed_length is not None:
+        width = batch["input_ids"].shape[1]
+        # Padding is a conversation of its own.
+        batch["starts"] = torch.stack([_extended(row["starts"], width, row["starts"].shape[0]) for row in packed])
+    num_blocks = max(1, *(row["anchors"].shape[0] for row in packed))
+    batch["anchors"] = torch.stack([_extended(row["anchors"], num_blocks, 0) for row in packed])
+    sizes = torch.tensor([row["anchors"].shape[0] for row in packed])
+    batch["keep"] = torch.arange(num_blocks) < sizes[:, None]
     return batch
+
+
+def _extended(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:
+    return torch.cat([values, values.new_full((length - values.shape[0],), fill)])
 
 
 class EpochSampler(Sampler):

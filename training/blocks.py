@@ -3,6 +3,9 @@
 A block starts at an anchor (position `a` in the response whose next token is also in the response). Slot `k` has label
 `x[a + 1 + k]`, previous token `x[a + k]`, position `a + k`; it sees context positions `< a` and its own block.
 
+A row may hold several conversations (`training.packing`). Positions count from the start of a conversation, and a block
+sees and is supervised by its own conversation only.
+
 Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size, `P` positions of a block in the backbone (`K`, or
 `K + 1` where the anchor's own position predicts nothing).
 """
@@ -25,6 +28,7 @@ class Blocks:
         previous (`torch.LongTensor` of shape `(B, N, K)`): Token before each slot's label.
         labels (`torch.LongTensor` of shape `(B, N, K)`): Token each slot predicts (0 where not supervised).
         supervised (`torch.BoolTensor` of shape `(B, N, K)`): A slot counts while all before it in its block count.
+        starts (`torch.LongTensor` of shape `(B, T)`): Where the conversation of each token starts.
     """
 
     anchors: torch.Tensor
@@ -32,6 +36,12 @@ class Blocks:
     previous: torch.Tensor
     labels: torch.Tensor
     supervised: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def block_starts(self) -> torch.Tensor:
+        """Where the conversation of each block starts: `[B, N]`."""
+        return self.starts.gather(1, self.anchors)
 
     @property
     def label_sources(self) -> torch.Tensor:
@@ -66,18 +76,24 @@ def make_blocks(
     anchors: torch.Tensor,
     keep: torch.Tensor,
     block_size: int,
+    starts: torch.Tensor | None = None,
 ) -> Blocks:
-    """Labels and supervision of the blocks at `anchors` `[B, N]` of sequences `input_ids` `[B, T]`."""
+    """Labels and supervision of the blocks at `anchors` `[B, N]` of sequences `input_ids` `[B, T]`.
+
+    `starts` `[B, T]` says where the conversation of each token starts, if rows hold several.
+    """
+    starts = torch.zeros_like(input_ids) if starts is None else starts
     rows, length = input_ids.shape
     slots = torch.arange(block_size, device=input_ids.device)
     label_positions = anchors[..., None] + 1 + slots  # [B, N, K]
     inside = label_positions < length
     safe = label_positions.clamp(max=length - 1).view(rows, -1)
     in_response = response_mask.gather(1, safe).view_as(label_positions)
+    inside &= starts.gather(1, safe).view_as(label_positions) == starts.gather(1, anchors)[..., None]
     supervised = (inside & in_response & keep[..., None]).int().cumprod(dim=-1).bool()
     labels = input_ids.gather(1, safe).view_as(label_positions)
     previous = torch.cat([input_ids.gather(1, anchors)[..., None], labels[..., :-1]], dim=-1)
-    return Blocks(anchors, keep, previous, labels.masked_fill(~supervised, 0), supervised)
+    return Blocks(anchors, keep, previous, labels.masked_fill(~supervised, 0), supervised, starts)
 
 
 def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int, num_positions: int) -> torch.Tensor:
@@ -89,13 +105,13 @@ def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int, nu
 
 def block_positions(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
     """Positions `[B, T + N * P]` of the context followed by all blocks."""
-    rows = blocks.anchors.shape[0]
-    context = torch.arange(num_context, device=blocks.anchors.device).expand(rows, -1)
-    return torch.cat([context, blocks.positions(num_positions).flatten(1)], dim=1)
+    context = torch.arange(num_context, device=blocks.anchors.device) - blocks.starts
+    slots = blocks.positions(num_positions) - blocks.block_starts[..., None]
+    return torch.cat([context, slots.flatten(1)], dim=1)
 
 
 def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
-    """Mask `[B, 1, N * P, T + N * P]`: a block sees context before its anchor, and itself.
+    """Mask `[B, 1, N * P, T + N * P]`: a block sees context of its conversation before its anchor, and itself.
 
     Dummy blocks see themselves too, so that no query has nothing to attend to; they are never supervised.
     """
@@ -103,7 +119,9 @@ def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Te
     device = blocks.anchors.device
     owner = torch.arange(num_blocks, device=device).repeat_interleave(num_positions)  # [N * P]
     anchors = blocks.anchors.gather(1, owner.expand(rows, -1))  # [B, N * P]
-    context = torch.arange(num_context, device=device) < anchors[..., None]
+    starts = blocks.block_starts.gather(1, owner.expand(rows, -1))
+    columns = torch.arange(num_context, device=device)
+    context = (columns >= starts[..., None]) & (columns < anchors[..., None])
     own = (owner[:, None] == owner).expand(rows, -1, -1)
     return torch.cat([context, own], dim=-1)[:, None]
 
@@ -111,15 +129,23 @@ def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Te
 def flex_block_mask(blocks: Blocks, num_context: int, num_positions: int) -> BlockMask:
     """`block_mask` as flex attention takes it: a rule, and which tiles it leaves empty."""
     anchors, num_queries = blocks.anchors, blocks.anchors.shape[1] * num_positions
-    rule = partial(_may_read, anchors, num_context, num_positions)
+    rule = partial(_may_read, anchors, blocks.block_starts, num_context, num_positions)
     return create_block_mask(rule, len(anchors), None, num_queries, num_context + num_queries, device=anchors.device)
 
 
 def _may_read(
-    anchors: torch.Tensor, num_context: int, num_positions: int, row: torch.Tensor, _: Any, query: Any, key: Any
+    anchors: torch.Tensor,
+    starts: torch.Tensor,
+    num_context: int,
+    num_positions: int,
+    row: torch.Tensor,
+    _: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
 ) -> torch.Tensor:
     own = query // num_positions
-    return torch.where(key < num_context, key < anchors[row, own], (key - num_context) // num_positions == own)
+    in_context = (key >= starts[row, own]) & (key < anchors[row, own])
+    return torch.where(key < num_context, in_context, (key - num_context) // num_positions == own)
 
 
 __all__ = [

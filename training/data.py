@@ -1,30 +1,56 @@
-"""Conversations as token ids: prompt through the chat template, then the target's own answer.
+"""Conversations as token ids: what the target saw through its chat template, and which of it are its own answers.
 
-Reads what `training.regenerate` writes. No features and no model here.
+Reads what `training.regenerate` writes, and conversations given as `messages`. No features and no model here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from training.regenerate import prompt_ids, read_jsonl
+from training.files import read_jsonl
+from training.masks import assistant_tokens
+from training.prompts import prompt_ids, read_prompts
+
+
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One training sequence; the response starts at `response_start`."""
+    """One training sequence.
+
+    Attributes:
+        input_ids (`tuple[int, ...]`): The whole conversation.
+        response_start (`int`): Where the first answer starts.
+        temperature (`float`): At which the answers were drawn.
+        response_spans (`tuple[tuple[int, int], ...]`): Start and end of each answer; none means one answer that runs from
+            `response_start` to the end.
+    """
 
     input_ids: tuple[int, ...]
     response_start: int
     temperature: float = 0.0
+    response_spans: Spans = ()
 
     @property
     def response_mask(self) -> torch.Tensor:
-        """Which tokens are the answer: `[T]`."""
-        return torch.arange(len(self.input_ids)) >= self.response_start
+        """Which tokens are answers: `[T]`."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for start, end in self.response_spans or ((self.response_start, len(self.input_ids)),):
+            mask[start:end] = True
+        return mask
+
+
+@dataclass
+class _Sequence:
+    """What the target saw and wrote, with the spans that it wrote, before anything is left out."""
+
+    input_ids: tuple[int, ...]
+    spans: Spans
+    temperature: float
 
 
 def load_conversations(
@@ -35,7 +61,17 @@ def load_conversations(
     max_length: int,
     min_response: int = 2,
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Join prompts and answers; a longer conversation is cut, an answer below `min_response` tokens is skipped.
+    """Conversations of answer files; a longer one is cut, an answer below `min_response` tokens is not trained on.
+
+    The turns of a conversation are one sequence where each continues the tokens of the one before. Where the chat template
+    renders past turns differently, e.g. without their reasoning, each turn is a sequence: training sees what the target saw.
+
+    Args:
+        prompts_file (`str`): The prompts; read only for answers that do not hold their `prompt_ids`.
+        answer_files (`Sequence[str]`): Files of `training.regenerate`, or of conversations as `messages`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of the target.
+        max_length (`int`): Longest sequence, in tokens.
+        min_response (`int`, *optional*, defaults to `2`): Shortest answer to train on.
 
     Returns:
         `tuple`: the conversations, and counts of `short_answers`, `long_prompts` (no room for an answer) and `cut`.
@@ -43,39 +79,90 @@ def load_conversations(
     Raises:
         ValueError: if an answer names a prompt that is not there, or nothing is left to train on.
     """
-    prompts = read_jsonl(prompts_file)
-    prompt_cache: dict[int, list[int]] = {}
     conversations: list[Conversation] = []
-    vocab_size = len(tokenizer)
     counts = {"short_answers": 0, "long_prompts": 0, "cut": 0}
+    first_turn = _first_turns(prompts_file, tokenizer)
     for path in answer_files:
-        for record in read_jsonl(path):
-            index, answer = _checked(record, path, vocab_size)
-            if not 0 <= index < len(prompts):
-                raise ValueError(f"`{path}` answers prompt {index}, but `{prompts_file}` has {len(prompts)} prompts.")
-            ids = prompt_cache.setdefault(index, prompt_ids(tokenizer, prompts[index]))
-            if len(answer) < min_response:
-                counts["short_answers"] += 1
-            elif len(ids) + min_response > max_length:
-                counts["long_prompts"] += 1
-            else:
-                whole = (*ids, *answer)
-                counts["cut"] += len(whole) > max_length
-                conversations.append(Conversation(whole[:max_length], len(ids), record.get("temperature", 0.0)))
+        for sequence in _sequences(path, tokenizer, first_turn):
+            spans = tuple(
+                (start, min(end, max_length)) for start, end in sequence.spans if end - start >= min_response
+            )
+            counts["short_answers"] += len(sequence.spans) - len(spans)
+            inside = tuple(span for span in spans if span[0] + min_response <= max_length)
+            counts["long_prompts"] += len(spans) - len(inside)
+            if inside:
+                ids = sequence.input_ids[:max_length]
+                counts["cut"] += len(sequence.input_ids) > max_length
+                only = len(inside) == 1 and inside[0][1] == len(ids)
+                conversations.append(Conversation(ids, inside[0][0], sequence.temperature, () if only else inside))
     if not conversations:
         raise ValueError(f"No conversation to train on in {list(answer_files)} ({counts}).")
     return conversations, counts
 
 
-def _checked(record: Any, path: str, vocab_size: int) -> tuple[int, list[int]]:
-    index, answer = (record.get(name) if isinstance(record, dict) else None for name in ("prompt", "answer_ids"))
-    is_list = isinstance(answer, list) and all(isinstance(token, int) and 0 <= token < vocab_size for token in answer)
-    if not isinstance(index, int) or not is_list:
+def _first_turns(prompts_file: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], list[int]]:
+    """Token ids of prompts, for answers that name their prompt only; the prompts are read when the first one asks."""
+    prompts: list[dict] = []
+    rendered: dict[int, list[int]] = {}
+
+    def first_turn(index: int, path: str) -> list[int]:
+        if not prompts:
+            prompts.extend(read_prompts(prompts_file))
+        if not 0 <= index < len(prompts):
+            raise ValueError(f"`{path}` answers prompt {index}, but `{prompts_file}` has {len(prompts)} prompts.")
+        if index not in rendered:
+            rendered[index] = prompt_ids(tokenizer, prompts[index])
+        return rendered[index]
+
+    return first_turn
+
+
+def _sequences(
+    path: str, tokenizer: PreTrainedTokenizerBase, first_turn: Callable[[int, str], list[int]]
+) -> list[_Sequence]:
+    vocab_size = len(tokenizer)
+    sequences: list[_Sequence] = []
+    latest: dict[tuple[int, int], _Sequence] = {}
+    records: list[Any] = list(read_jsonl(path))
+    for record in records:
+        if isinstance(record, dict) and "messages" in record:
+            ids, mask = assistant_tokens(tokenizer, record["messages"])
+            sequences.append(_Sequence(tuple(ids), _spans(mask), record.get("temperature", 0.0)))
+            continue
+        index, given, answer = _checked(record, path, vocab_size)
+        ids = first_turn(index, path) if given is None else given
+        key, turn = (index, record.get("sample", 0)), record.get("turn", 0)
+        before = latest.get(key) if turn > 0 else None
+        whole, span = (*ids, *answer), (len(ids), len(ids) + len(answer))
+        if before is not None and whole[: len(before.input_ids)] == before.input_ids:
+            before.input_ids, before.spans = whole, (*before.spans, span)
+        else:
+            latest[key] = _Sequence(whole, (span,), record.get("temperature", 0.0))
+            sequences.append(latest[key])
+    return sequences
+
+
+def _spans(mask: Sequence[bool]) -> Spans:
+    padded = [False, *mask, False]
+    edges = [place for place in range(len(mask) + 1) if padded[place] != padded[place + 1]]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _checked(record: Any, path: str, vocab_size: int) -> tuple[int, list[int] | None, list[int]]:
+    names = ("prompt", "prompt_ids", "answer_ids")
+    index, prompt, answer = (record.get(name) if isinstance(record, dict) else None for name in names)
+
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(token, int) and 0 <= token < vocab_size for token in value)
+
+    if not isinstance(index, int) or not are_ids(answer) or not (prompt is None or are_ids(prompt)):
         raise ValueError(
-            f"`{path}`: an answer needs `prompt` (a line number) and `answer_ids` (token ids below {vocab_size}), got "
-            f"{str(record)[:120]}."
+            f"`{path}`: an answer needs `prompt` (a line number) and `answer_ids` (token ids below {vocab_size}), and may "
+            f"have `prompt_ids`; or a conversation as `messages`. Got {str(record)[:120]}."
         )
-    return index, answer  # type: ignore[return-value]  # checked above
+    if prompt is None and record.get("turn", 0) > 0:
+        raise ValueError(f"`{path}`: an answer to a later turn needs `prompt_ids`, got {str(record)[:120]}.")
+    return index, prompt, answer  # type: ignore[return-value]  # checked above
 
 
 def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel) -> None:
@@ -108,7 +195,7 @@ def choose_draft_vocabulary(
         raise ValueError(f"`draft_vocab_size` must lie in [1, {vocab_size}], got {size}.")
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for conversation in conversations:
-        ids = torch.tensor(conversation.input_ids[conversation.response_start :])
+        ids = torch.tensor(conversation.input_ids)[conversation.response_mask]
         counts += torch.bincount(ids, minlength=vocab_size)
     ranked = counts.clone()
     ranked[list(always)] = torch.inf

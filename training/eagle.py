@@ -69,20 +69,19 @@ class EagleDrafter(DSparkModel):
         states = self.fc(features.to(self.dtype))
         following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # what stands at the end is read by no slot
         context = self._join(binding, following, states)
-        start = (blocks.anchors - 1).clamp(min=0)  # [B, N]
-        keys, values = _keys_and_values(
-            self, layer, context, torch.arange(states.shape[1], device=states.device)[None]
-        )
-        visible = torch.arange(states.shape[1], device=start.device) < start[..., None]  # [B, N, T]
+        start, columns = (blocks.anchors - 1).clamp(min=0), torch.arange(states.shape[1], device=states.device)
+        keys, values = _keys_and_values(self, layer, context, columns - blocks.starts)
+        visible = (columns < start[..., None]) & (columns >= blocks.block_starts[..., None])  # [B, N, T]
+        place = start - blocks.block_starts  # in its conversation
         own = torch.eye(start.shape[1], dtype=torch.bool, device=start.device).expand(len(start), -1, -1)
         state = states.gather(1, start[..., None].expand(-1, -1, states.shape[-1]))
         hidden = []
         for slot in range(blocks.labels.shape[-1]):
             inputs = self._join(binding, blocks.previous[..., slot], state)
-            new_keys, new_values = _keys_and_values(self, layer, inputs, start + slot)
+            new_keys, new_values = _keys_and_values(self, layer, inputs, place + slot)
             keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
             visible = torch.cat([visible, own], dim=-1)
-            state = self._layer(layer, inputs, start + slot, keys, values, visible)
+            state = self._layer(layer, inputs, place + slot, keys, values, visible)
             hidden.append(self.norm(state))
         return BlockOutputs(torch.stack(hidden, dim=2)[blocks.supervised], None, None)
 

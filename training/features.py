@@ -1,24 +1,13 @@
-"""Target features for training: computed in the step, or once into a bounded cache on disk.
-
-The cache is a folder of safetensors shards, each named after a hash of its conversations, the target and the tapped
-layers: features of other data can share the folder, more conversations only add shards, and a shard that is there is
-right. Shards are written atomically, so an interrupted run goes on where it was. The size is predicted and checked
-before anything is written.
+"""Target features for training, computed in the step; `training.feature_cache` computes them once, to disk.
 
 Shapes: `B` sequences, `T` tokens, `L` tapped layers, `D` hidden size.
 """
 
-import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from modeling_dspark.target_dspark import TargetBinding, tapped_features
@@ -63,14 +52,18 @@ def compute_features(
     *,
     target_layer_ids: Sequence[int],
     needed: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> TargetFeatures:
     """One forward of the frozen target over right-padded `input_ids` `[B, T]`.
 
-    The log-sum-exp is computed at the `needed` positions `[B, T]`, if given (it costs a pass through the LM head).
+    The log-sum-exp is computed at the `needed` positions `[B, T]`, if given (it costs a pass through the LM head). `starts`
+    `[B, T]` says where the conversation of each token starts, if rows hold several (`training.packing`).
     """
-    # Padding sits on the right and attention is causal, so no mask is needed.
-    outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
+    # Padding sits on the right and attention is causal, so no mask is needed. Where positions start again, Transformers
+    # makes a mask that separates what is packed, if it is given neither a mask nor a cache.
+    packed = {} if starts is None else {"position_ids": torch.arange(starts.shape[1], device=starts.device) - starts}
+    outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False, **packed)
     last = outputs.last_hidden_state
     features = tapped_features(outputs.hidden_states, target_layer_ids)
     if needed is None:
@@ -95,113 +88,4 @@ def pad_ids(conversations: Sequence[Conversation]) -> tuple[torch.Tensor, torch.
     return input_ids, response_mask
 
 
-class FeatureCache:
-    """Features of a list of conversations on disk.
-
-    Args:
-        folder (`str` or `Path`): Where the shards are.
-        conversations (`Sequence[Conversation]`): What the cache is for.
-        target_name (`str`): Part of a shard's identity.
-        target_layer_ids (`Sequence[int]`): Tapped layers, part of a shard's identity.
-        hidden_size (`int`): Of the target.
-        shard_size (`int`, *optional*, defaults to `64`): Conversations a shard.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        conversations: Sequence[Conversation],
-        *,
-        target_name: str,
-        target_layer_ids: Sequence[int],
-        hidden_size: int,
-        shard_size: int = 64,
-    ):
-        self.folder = Path(folder)
-        self.conversations = conversations
-        self.target_layer_ids = list(target_layer_ids)
-        self.hidden_size = hidden_size
-        self.shard_size = shard_size
-        self._target_name = target_name
-        self._open: dict[int, safe_open] = {}
-        lengths = [len(conversation.input_ids) for conversation in conversations]
-        self._offsets = [sum(lengths[i - i % shard_size : i]) for i in range(len(lengths))]
-
-    @property
-    def num_bytes(self) -> int:
-        """Predicted size on disk."""
-        tokens = sum(len(conversation.input_ids) for conversation in self.conversations)
-        return tokens * bytes_a_token(self.hidden_size, len(self.target_layer_ids))
-
-    def build(self, target: PreTrainedModel, binding: TargetBinding, *, limit_gb: float) -> None:
-        """Compute what is missing, with a progress bar.
-
-        Raises:
-            ValueError: if the cache would exceed `limit_gb`.
-        """
-        if self.num_bytes > limit_gb * 1e9:
-            raise ValueError(
-                f"The feature cache would take {self.num_bytes / 1e9:.1f} GB, more than `feature_cache_gb={limit_gb}`. "
-                "Raise it, use fewer conversations (`max_conversations`), or leave out `feature_cache` to compute "
-                "features in the step."
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        num_shards = -(-len(self.conversations) // self.shard_size)
-        for shard in tqdm(range(num_shards), desc=f"features ({self.num_bytes / 1e9:.1f} GB)", unit="shard"):
-            if not self._path(shard).is_file():
-                self._write(shard, target, binding)
-
-    def load(self, index: int) -> TargetFeatures:
-        """Features of one conversation, without a batch dimension."""
-        shard, start = index // self.shard_size, self._offsets[index]
-        if shard not in self._open:
-            try:
-                self._open[shard] = safe_open(self._path(shard), framework="pt")
-            except SafetensorError as error:
-                path = self._path(shard)
-                raise ValueError(
-                    f"The feature shard `{path}` is damaged ({error}); delete it and start again."
-                ) from error
-        part = slice(start, start + len(self.conversations[index].input_ids))
-        tensors = {name: self._open[shard].get_slice(name)[part] for name in ("features", "last_hidden", "logsumexp")}
-        return TargetFeatures(**tensors)
-
-    @functools.cache  # noqa: B019 - the cache lives as long as training does
-    def _path(self, shard: int) -> Path:
-        digest = hashlib.sha256(json.dumps([self._target_name, self.target_layer_ids]).encode())
-        for conversation in self.conversations[shard * self.shard_size : (shard + 1) * self.shard_size]:
-            digest.update(str((conversation.input_ids, conversation.response_start)).encode())
-        return self.folder / f"features-{digest.hexdigest()[:16]}.safetensors"
-
-    def _write(self, shard: int, target: PreTrainedModel, binding: TargetBinding, batch_size: int = 16) -> None:
-        start = shard * self.shard_size
-        conversations = self.conversations[start : start + self.shard_size]
-        order = sorted(range(len(conversations)), key=lambda index: len(conversations[index].input_ids))
-        rows: dict[int, TargetFeatures] = {}
-        for begin in range(0, len(order), batch_size):
-            indices = order[begin : begin + batch_size]
-            input_ids, response_mask = pad_ids([conversations[index] for index in indices])
-            batch = compute_features(
-                target,
-                binding,
-                input_ids.to(target.device),
-                target_layer_ids=self.target_layer_ids,
-                needed=response_mask.to(target.device),
-            )
-            for row, index in enumerate(indices):
-                length = len(conversations[index].input_ids)
-                rows[index] = TargetFeatures(
-                    batch.features[row, :length].to("cpu", torch.bfloat16),
-                    batch.last_hidden[row, :length].to("cpu", torch.bfloat16),
-                    batch.logsumexp[row, :length].cpu(),  # type: ignore[index]  # at the `needed` positions
-                )
-        tensors = {
-            name: torch.cat([getattr(rows[index], name) for index in range(len(rows))]).contiguous()
-            for name in ("features", "last_hidden", "logsumexp")
-        }
-        scratch = self._path(shard).with_suffix(".partial")
-        save_file(tensors, scratch)
-        scratch.replace(self._path(shard))
-
-
-__all__ = ["FeatureCache", "TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]
+__all__ = ["TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]

@@ -31,7 +31,8 @@ from training.batches import ConversationDataset
 from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
-from training.features import FeatureCache, fingerprint
+from training.feature_cache import FeatureCache
+from training.features import fingerprint
 from training.initialization import (
     config_for_target,
     default_layer_ids,
@@ -39,6 +40,7 @@ from training.initialization import (
     start_markov_embedding,
     warm_start,
 )
+from training.packing import check_packing
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.trainer import DSparkTrainer
 
@@ -106,13 +108,17 @@ class DrafterArguments:
 class DataArguments:
     """What to train on."""
 
-    prompts: str = field(default="", metadata={"help": "JSONL file of prompts."})
+    prompts: str = field(
+        default="", metadata={"help": "The prompts, for answers that do not hold their `prompt_ids`."}
+    )
     answers: list[str] = field(default_factory=list, metadata={"help": "Files written by `training.regenerate`."})
     max_length: int = field(default=512, metadata={"help": "Longer conversations are cut."})
     max_conversations: int | None = field(default=None, metadata={"help": "Use only the first N conversations."})
     num_eval_conversations: int = field(default=64, metadata={"help": "Held out from training, for evaluation."})
     feature_cache: str | None = field(default=None, metadata={"help": "Folder for target features, computed once."})
-    feature_cache_gb: float = field(default=20.0, metadata={"help": "Largest size of the feature cache."})
+    feature_cache_gb: float = field(
+        default=20.0, metadata={"help": "Largest size of that folder, other data included."}
+    )
 
     def __post_init__(self) -> None:
         if self.num_eval_conversations < 0 or self.max_length < 2:
@@ -293,6 +299,8 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     if drafter_arguments.peft:
         adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
+    if training.packing and data.feature_cache is None:
+        check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
     cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
     trainer = make_trainer(data, training, target, drafter, conversations, cache)
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training, drafter))

@@ -32,7 +32,7 @@ class DSparkTrainer(Trainer):
     args: DSparkTrainingArguments
 
     def __init__(self, *args: Any, target: PreTrainedModel, **kwargs: Any):
-        super().__init__(*args, data_collator=collate, **kwargs)  # type: ignore[misc]  # `args` holds no collator
+        super().__init__(*args, data_collator=self._collate, **kwargs)  # type: ignore[misc]  # `args` holds no collator
         # The loss is already divided by the global batch's weight; Transformers must not divide it again.
         self.model_accepts_loss_kwargs = True
         self.target = target
@@ -60,6 +60,7 @@ class DSparkTrainer(Trainer):
             anchors=inputs["anchors"],
             keep=inputs["keep"],
             block_size=drafter.config.block_size,
+            starts=inputs.get("starts"),
         )
         target = self._target_features(inputs, drafter)
         outputs = forward_blocks(
@@ -83,6 +84,9 @@ class DSparkTrainer(Trainer):
             loss = total * self.accelerator.num_processes / num_items_in_batch
         return (loss, terms) if return_outputs else loss
 
+    def _collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        return collate(items, packed_length=self.args.packed_length if self.args.packing else None)
+
     def _slot_weights(self, blocks: Blocks) -> torch.Tensor:
         weights = slot_weights(blocks.labels.shape[-1], self.args.loss_decay, device=blocks.labels.device)
         return weights.expand_as(blocks.labels)
@@ -95,6 +99,7 @@ class DSparkTrainer(Trainer):
             self.binding,
             inputs["input_ids"],
             target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
+            starts=inputs.get("starts"),
         )
 
     def _slot_loss(
@@ -233,6 +238,7 @@ class DSparkTrainer(Trainer):
                 anchors=inputs["anchors"],
                 keep=inputs["keep"],
                 block_size=self.accelerator.unwrap_model(self.model).config.block_size,
+                starts=inputs.get("starts"),
             )
             total += self._slot_weights(blocks)[blocks.supervised].sum().to(device)
         return self.accelerator.reduce(total, reduction="sum").clamp(min=1e-6)

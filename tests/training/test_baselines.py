@@ -79,6 +79,24 @@ def test_the_autoregressive_drafter_is_a_causal_layer_run_once_a_token():
         assert_close(hidden[row], naive_states(drafter, binding, ids, features, anchor), atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_packed_conversations_are_kept_apart():
+    """Of two conversations in a row, the second has the hidden states that it has alone."""
+    target = tiny_target("llama")
+    drafter = eagle(target)
+    ids = torch.randint(4, VOCAB, (1, 21))
+    binding = drafter.bind(target)
+    starts = torch.tensor([[0] * 9 + [9] * 12])
+    anchors, everything = torch.tensor([[12, 15]]), torch.ones_like(ids, dtype=torch.bool)
+    features = torch.cat([features_of(target, drafter, part)[1] for part in (ids[:, :9], ids[:, 9:])], dim=1)
+    keep = torch.ones_like(anchors).bool()
+    packed = make_blocks(ids, everything, anchors=anchors, keep=keep, block_size=4, starts=starts)
+    alone = make_blocks(ids[:, 9:], everything[:, 9:], anchors=anchors - 9, keep=keep, block_size=4)
+    hidden = drafter(binding, packed, input_ids=ids, features=features).hidden
+    expected = drafter(binding, alone, input_ids=ids[:, 9:], features=features[:, 9:]).hidden
+    assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_it_is_saved_and_loaded(tmp_path):
     target = tiny_target("llama")
     drafter = eagle(target)

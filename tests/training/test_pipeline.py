@@ -10,9 +10,9 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training import regenerate as regenerate_module
+from training import answering
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
-from training.features import FeatureCache, compute_features, pad_ids
+from training.features import compute_features, pad_ids
 from training.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.train import main, parse_arguments, split_conversations
@@ -55,7 +55,7 @@ class TestRegenerate:
         """A run that dies in the middle, with half a line written, goes on to the same file as an undisturbed run."""
         whole = regenerate(arguments(workspace)).read_text()
         (workspace / "answers.jsonl").unlink()
-        real, calls = regenerate_module.answer_batch, []
+        real, calls = answering.answer_batch, []
 
         def dies(*args, **kwargs):
             calls.append(1)
@@ -63,12 +63,12 @@ class TestRegenerate:
                 raise KeyboardInterrupt
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(regenerate_module, "answer_batch", dies)
+        monkeypatch.setattr(answering, "answer_batch", dies)
         with pytest.raises(KeyboardInterrupt):
             regenerate(arguments(workspace))
         with (workspace / "answers.jsonl").open("a") as file:
             file.write('{"prompt": 4, "answ')
-        monkeypatch.setattr(regenerate_module, "answer_batch", real)
+        monkeypatch.setattr(answering, "answer_batch", real)
         assert regenerate(arguments(workspace)).read_text() == whole
 
     def test_batches_share_a_temperature(self, workspace):
@@ -190,10 +190,6 @@ class TestFeatures:
         lengths = torch.randint(5, 14, (count,)).tolist()
         return [Conversation(tuple(torch.randint(4, VOCAB, (n,)).tolist()), 2) for n in lengths]
 
-    def cache(self, folder, conversations, **fields):
-        options = {"target_name": "t", "target_layer_ids": [0, 2], "hidden_size": 32, "shard_size": 4}
-        return FeatureCache(folder, conversations, **(options | fields))
-
     def test_features_are_those_of_single_forwards(self):
         target = tiny_target("llama")
         drafter = tiny_drafter(target, target_layer_ids=[0, 2])
@@ -212,37 +208,6 @@ class TestFeatures:
             start = conversation.response_start
             expected = outputs.logits[0, start:].logsumexp(-1)
             assert_close(batch.logsumexp[row, start:length], expected, atol=1e-5, rtol=1e-5)
-
-    def test_cache(self, tmp_path):
-        target = tiny_target("llama")
-        drafter = tiny_drafter(target, target_layer_ids=[0, 2])
-        conversations = self.conversations()
-        cache = self.cache(tmp_path, conversations)
-        cache.build(target, drafter.bind(target), limit_gb=1)
-        files = sorted(path.name for path in tmp_path.iterdir())
-        assert len(files) == 3
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) == pytest.approx(cache.num_bytes, rel=0.3)
-        for index, conversation in enumerate(conversations):
-            with torch.no_grad():
-                hidden = target(torch.tensor([conversation.input_ids]), output_hidden_states=True).hidden_states
-            loaded = cache.load(index)
-            expected = torch.cat([hidden[1], hidden[3]], -1)[0]
-            assert_close(loaded.features.float(), expected, atol=0.02, rtol=0.02)  # stored in bf16
-        # More data and an interrupted run only add what is missing.
-        more = self.cache(tmp_path, [*conversations[:8], *self.conversations(3)])
-        stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-        more.build(target, drafter.bind(target), limit_gb=1)
-        assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())
-        # Other layers never mix with these.
-        other = self.cache(tmp_path, conversations, target_layer_ids=[1, 2])
-        assert not {other._path(shard).name for shard in range(3)} & set(files)
-
-    def test_the_bound(self, tmp_path):
-        target = tiny_target("llama")
-        cache = self.cache(tmp_path / "cache", self.conversations())
-        with pytest.raises(ValueError, match="feature_cache_gb=1e-09"):
-            cache.build(target, None, limit_gb=1e-9)
-        assert not (tmp_path / "cache").exists()
 
 
 class TestInitialization:
