@@ -133,6 +133,7 @@ def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]
         temperatures=[0.0],
         max_new_tokens=options.max_new_tokens,
         batch_size=16,
+        max_turns=1,
     )
     tokenizer = load_tokenizer(options.target)
     sets: dict[str, list[Conversation]] = {}
