@@ -71,11 +71,18 @@ def record(
             yield index, request.statistics
 
 
-def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confidence: bool = True) -> dict[str, list]:
-    """The rounds of one request that drafted (or all of them), as plain lists.
+def judged(*, verified: int, accepted: int, new_tokens: int) -> tuple[int, int]:
+    """Drafts of a round that were verified and accepted, without those behind the end of the text.
 
     A round without a token after its drafts ended the text at a kept draft; what stood behind that was neither kept nor
     refused, and does not count as verified.
+    """
+    accepted = min(accepted, new_tokens)
+    return accepted if new_tokens <= accepted else verified, accepted
+
+
+def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confidence: bool = True) -> dict[str, list]:
+    """The rounds of one request that drafted (or all of them), as plain lists, with what was `judged`.
 
     Args:
         statistics (`RunStatistics`): What the engine counted.
@@ -96,10 +103,11 @@ def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confi
         if drafted == 0 and not all_rounds:
             continue
         new_tokens = statistics.new_tokens[number]
-        accepted = min(statistics.accepted[number], new_tokens)
-        recorded["new_tokens"].append(new_tokens)
-        recorded["accepted"].append(accepted)
-        recorded["verified"].append(accepted if new_tokens <= accepted else statistics.verified[number])
+        verified, accepted = judged(
+            verified=statistics.verified[number], accepted=statistics.accepted[number], new_tokens=new_tokens
+        )
+        for name, value in (("new_tokens", new_tokens), ("accepted", accepted), ("verified", verified)):
+            recorded[name].append(value)
         recorded["logits"].append([round(float(value), 4) for value in row])
     return recorded
 
@@ -137,4 +145,4 @@ def join(records: Sequence[dict[str, Any]], num_slots: int) -> Rounds:
     return Rounds.of(pad_logits(columns["logits"], num_slots), columns["accepted"], columns["verified"])
 
 
-__all__ = ["Prompt", "join", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]
+__all__ = ["Prompt", "join", "judged", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]
