@@ -14,11 +14,12 @@ import transformers
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def environment(dtype: str) -> dict[str, Any]:
-    """Describe this machine, process and checkout; `dtype` is that of the models."""
+def environment(dtype: str, device: str = "cpu") -> dict[str, Any]:
+    """Describe this machine, process and checkout; `dtype` and `device` are those of the models."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         # Above about 0.5 before a run starts, something else uses the machine, and the timings are not to be trusted.
