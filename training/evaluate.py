@@ -207,12 +207,13 @@ def evaluate(arguments: EvaluateArguments) -> EvalReport:
         conditions = speed_conditions(evaluation.drafter, facts)
         speeds = evaluation.speeds(output / "speed.jsonl", conditions)
     figures = evaluation.figures(records, speeds)
+    pooled = figures.pop(POOLED)
     report = EvalReport(
         **describe(evaluation),
         environment=facts,
-        pooled=figures.pop(POOLED),
+        pooled=pooled,
         sets=figures,
-        notes=tuple(notes(evaluation)),
+        notes=tuple(notes(evaluation, figures)),
         timing=conditions and conditions | moment,
     )
     rounds = join(list(records.values()), evaluation.drafter.config.block_size)
@@ -261,7 +262,7 @@ def describe(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
     }
 
 
-def notes(evaluation: Evaluation) -> list[str]:
+def notes(evaluation: Evaluation, figures: dict[str, SetReport]) -> list[str]:
     """What the report leaves out, and why."""
     said = []
     if not evaluation.has_confidence:
@@ -271,6 +272,8 @@ def notes(evaluation: Evaluation) -> list[str]:
             "The drafter's config has no `confidence_temperatures`, so confidence is unscaled and there are no figures "
             "after scaling; `python -m training.calibrate` fits them."
         )
+    if unknown := [name for name, part in figures.items() if part.calibration is None and evaluation.has_confidence]:
+        said.append(f"No draft was verified in {unknown}, so there is nothing on confidence; allow longer answers.")
     if evaluation.arguments.no_speed:
         said.append("Speed was not measured (`--no_speed`).")
     return said
