@@ -208,8 +208,8 @@ def markov_pair(*, wrong_every=3, doubtful_every=None, drafter_fields=None, **fi
 
 
 def decode(engine, *, max_new_tokens=40, count=8):
-    prompts = [Prompt(index, (5 + index, 20 + 3 * index)) for index in range(count)]
-    finished = record(engine, prompts, max_new_tokens=max_new_tokens, batch_size=4)
+    prompts = [Prompt(index, (5 + index, 20 + 3 * index % 40)) for index in range(count)]
+    finished = record(engine, prompts, max_new_tokens=max_new_tokens, batch_size=12)
     records = [rounds_of(statistics, all_rounds=True) for _, statistics in sorted(finished, key=lambda pair: pair[0])]
     return {name: [value for each in records for value in each[name]] for name in records[0]}
 
@@ -238,9 +238,9 @@ class TestSweepAgainstTheEngine:
     def test_close_where_a_cut_loses_drafts(self):
         """Confidence knows little: rounds of the run begin elsewhere, which moves its averages a little."""
         target, drafter = markov_pair(wrong_every=4, doubtful_every=5)
-        full = decode(make_engine(drafter, target, 1.0), count=40)
+        full = decode(make_engine(drafter, target, 1.0), count=36)
         (point,) = threshold_sweep(join([full], 4), full["new_tokens"], temperatures=None, thresholds=[0.5])
-        run = decode(with_threshold(drafter, target, 0.5, do_sample=True), count=40)
+        run = decode(with_threshold(drafter, target, 0.5, do_sample=True), count=36)
         rounds = len(run["new_tokens"])
         without = sum(full["new_tokens"]) / len(full["new_tokens"])
         assert point.accepted_length < 0.9 * without  # it loses something
