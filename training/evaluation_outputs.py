@@ -1,5 +1,6 @@
 """What evaluation writes: the report as JSON and Markdown, and its figures. Takes measured numbers; measures nothing."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def _conditions(report: EvalReport) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     marks = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, marks, *rows))
+    lines = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in (header, marks, *rows))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -99,7 +101,8 @@ def _calibration_table(report: EvalReport) -> str:
             survived, floor = f"{figures['survived'][slot]:.1%}", f"{figures['ece_floor'][slot]:.2%}"
             rows.append([name, str(slot), f"{count:,}", survived, temperature, metrics[0], floor, *metrics[1:]])
         metrics = _before_after(figures["means"]["before"], figures["means"]["after"], None)
-        rows.append([name, "mean", "", "", "", metrics[0], "", *metrics[1:]])
+        floor = f"{sum(figures['ece_floor']) / len(figures['ece_floor']):.2%}"
+        rows.append([name, "mean", "", "", "", metrics[0], floor, *metrics[1:]])
     return "## Calibration of survival, before and after scaling\n\n" + _table(header, rows)
 
 
@@ -139,13 +142,16 @@ def _speed_table(report: EvalReport) -> str:
 
 
 def plot_acceptance(path: Path, report: EvalReport) -> None:
-    """Draw conditional acceptance by slot, a line for each set and one for all."""
+    """Draw conditional acceptance by slot, a line for each set and one for all, which has one standard error."""
     figure, (axes,) = _figure(1)
     for name, part in _parts(report).items():
-        shares = part.acceptance["acceptance_by_position"]
-        known = [slot for slot, share in enumerate(shares) if share is not None]
-        axes.plot(known, [shares[slot] for slot in known], label=name, **_style(name))
-    axes.set(xlabel="slot", ylabel="accepted, given that all slots before were", ylim=(0, 1))
+        figures = zip(part.acceptance["acceptance_by_position"], part.acceptance["tried_by_position"], strict=True)
+        known = [(slot, share, count) for slot, (share, count) in enumerate(figures) if count]
+        slots, shares, counts = zip(*known, strict=True) if known else ((), (), ())
+        errors = [math.sqrt(share * (1 - share) / count) for share, count in zip(shares, counts, strict=True)]
+        is_main = name == POOLED or len(report.sets) == 1  # the bars of many sets would hide each other
+        axes.errorbar(slots, shares, yerr=errors if is_main else None, capsize=3, **_style(name))
+    axes.set(xlabel="slot", ylabel="accepted, given that all slots before were", ylim=(0, 1.02))
     axes.set_xticks(range(report.drafter["block_size"]))
     _save(figure, axes, path)
 
@@ -158,10 +164,10 @@ def plot_thresholds(path: Path, report: EvalReport) -> None:
         for name, part in _parts(report).items():
             points = [point for point in part.thresholds or () if getattr(point, field) is not None]
             values = [getattr(point, field) for point in points]
-            panel.plot([point.threshold for point in points], values, label=name, **_style(name))
+            panel.plot([point.threshold for point in points], values, **_style(name))
         panel.set(xlabel="confidence threshold", ylabel=label)
     panels[0].set_ylim(bottom=1)
-    panels[1].set_ylim(0, 1)
+    panels[1].set_ylim(0, 1.02)
     _save(figure, panels[0], path)
 
 
@@ -183,7 +189,14 @@ def _figure(num_panels: int) -> tuple[Any, Any]:
 
 
 def _style(name: str) -> dict[str, Any]:
-    style = {"marker": "o", "markersize": 3, "linewidth": 1.2}
+    # Matplotlib reads text between dollars as mathematics, and leaves labels with a leading underscore out of a legend.
+    label = name.replace("$", r"\$")
+    style = {
+        "label": f" {label}" if label.startswith("_") else label,
+        "marker": "o",
+        "markersize": 3,
+        "linewidth": 1.2,
+    }
     return style | ({"color": "black", "linewidth": 2.4} if name == POOLED else {})
 
 

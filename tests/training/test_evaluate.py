@@ -2,7 +2,10 @@
 
 import json
 import math
+import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -463,6 +466,28 @@ class TestResume:
         for name in ("rounds.jsonl", "report.json", "report.md"):
             assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
+    @pytest.mark.slow
+    def test_processes_that_are_killed(self, workspace, tmp_path):
+        """SIGKILL as soon as a number of records is there; the last process ends by itself."""
+        whole = evaluate(arguments(workspace, tmp_path / "whole"))
+        output = tmp_path / "killed"
+        flags = {"dtype": "float32", "max_new_tokens": 14, "max_prompt_tokens": 40, "batch_size": 3}
+        flags |= {"drafter": workspace / "drafter", "prompts": workspace / "prompts.jsonl", "output": output}
+        words = [sys.executable, "-m", "training.evaluate", "--no_speed"]
+        words += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        for lines in (1, 5, 12, None):
+            process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            path = output / "rounds.jsonl"
+            while lines is not None and process.poll() is None:
+                if path.is_file() and len(path.read_text().splitlines()) > lines:
+                    process.kill()
+                    break
+            error = process.communicate()[1].decode()
+            assert process.returncode == (0 if lines is None else -signal.SIGKILL), error[-2000:]
+        assert EvalReport.from_json((output / "report.json").read_text()) == whole
+        for name in ("rounds.jsonl", "report.json", "report.md"):
+            assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
     def test_timings_after_a_kill(self, workspace, tmp_path, monkeypatch):
         fields = {"no_speed": False, "limit": 2}
         whole = evaluate(arguments(workspace, tmp_path / "whole", **fields))
@@ -551,6 +576,9 @@ class TestHostileInput:
         assert evaluation_runs.read_sets(path, group_by=None, limit=None)[:2] == (None, {"prompts": [0, 1]})
         report = evaluate(arguments(workspace, tmp_path / "out", prompts=path))
         assert list(report.sets) == ["prompts"]
+        path = self.prompts(tmp_path, *({"text": "abc", "source": name} for name in ("a|b\nc", "$x", "_y")))
+        evaluate(arguments(workspace, tmp_path / "names", prompts=path))
+        assert "| a\\|b c | 1 |" in (tmp_path / "names" / "report.md").read_text()
         assert "pooled" not in (tmp_path / "out" / "report.md").read_text()
 
     def test_pairs(self, workspace, tmp_path):
