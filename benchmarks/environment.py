@@ -1,35 +1,10 @@
-"""What a measurement depends on besides the code: machine, versions, commit. A number without these is worth little."""
+"""What a measurement depends on besides the code, and the cores that are free for it."""
 
 import os
-import platform
-import subprocess
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def environment(dtype: str) -> dict[str, Any]:
-    """Describe this machine, process and checkout; `dtype` is that of the models."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        # Above about 0.5 before a run starts, something else uses the machine, and the timings are not to be trusted.
-        "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "dtype": dtype,
-        **git_state(),
-    }
+from training.environment import REPOSITORY, environment
 
 
 def free_cores() -> int:
@@ -42,29 +17,4 @@ def free_cores() -> int:
     return max(1, min(torch.get_num_threads(), cores - round(load)))
 
 
-def cpu_model() -> str:
-    """The processor's name as the kernel gives it, else what `platform` knows."""
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def git_state() -> dict[str, Any]:
-    """The commit that is checked out, and whether anything but results differs from it; `None` where there is no git."""
-    commit = _git("rev-parse", "--verify", "HEAD")
-    changes = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
-    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-__all__ = ["REPOSITORY", "cpu_model", "environment", "free_cores", "git_state"]
+__all__ = ["REPOSITORY", "environment", "free_cores"]

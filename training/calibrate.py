@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -72,6 +72,18 @@ class CalibrateArguments:
             raise ValueError("The reliability diagram needs matplotlib: `pip install matplotlib`.")
 
 
+class AnswerArguments(Protocol):
+    """What commands that record answers have in common."""
+
+    prompts: str
+    target: str | None
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    dtype: str
+    device: str
+
+
 def load_drafter(arguments: CalibrateArguments) -> DSparkModel:
     """The drafter; refuses one that has no confidence head, or whose config would not keep temperatures."""
     path = Path(arguments.drafter) / "config.json"
@@ -97,7 +109,7 @@ def load_drafter(arguments: CalibrateArguments) -> DSparkModel:
 
 
 def load_fitting_target(
-    arguments: CalibrateArguments, drafter: DSparkModel
+    arguments: AnswerArguments, drafter: DSparkModel
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target and its tokenizer, after a check that the drafter was made for them."""
     name = arguments.target or drafter.config.target_name_or_path
@@ -137,7 +149,7 @@ def plan_prompts(
 
 
 def recording_settings(
-    arguments: CalibrateArguments, drafter: DSparkModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    arguments: AnswerArguments, drafter: DSparkModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """What recorded rounds depend on; rounds of other settings are never mixed with these."""
     return {

@@ -54,7 +54,7 @@ def write_outputs(
     }
     sglang = sglang_calibration(report, dataset=dataset, num_samples=details["num_rounds"]["fit"])
     write_atomically(folder / "calibration.json", json.dumps(sglang, indent=2) + "\n")
-    write_atomically(folder / "report.json", json.dumps(_without_nan(whole), indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "report.json", json.dumps(without_nan(whole), indent=2, allow_nan=False) + "\n")
     plot_reliability(folder / "reliability.png", report, before=bins["before"], after=bins["after"])
 
 
@@ -104,22 +104,26 @@ def slot_bins(rounds: Rounds, temperatures: Sequence[float]) -> list[Reliability
 
 
 def plot_reliability(
-    path: Path, report: CalibrationReport, *, before: Sequence[ReliabilityBins], after: Sequence[ReliabilityBins]
+    path: Path,
+    report: CalibrationReport,
+    *,
+    before: Sequence[ReliabilityBins],
+    after: Sequence[ReliabilityBins] | None,
 ) -> None:
     """Draw observed against predicted survival, a panel for each slot, with one standard error.
 
-    Bins of fewer than 20 rounds are left out: they show chance.
+    Bins of fewer than 20 rounds are left out: they show chance. Without `after`, nothing was scaled.
     """
-    from matplotlib.figure import Figure  # the only use of matplotlib; its absence is reported before recording
+    from matplotlib.figure import Figure  # its absence is reported before recording
 
     columns = min(3, len(before))
     rows = -(-len(before) // columns)
     figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.5), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for slot, panel in enumerate(panels[: len(before)]):
-        _draw_slot(panel, before[slot], after[slot])
-        ece = report.before.ece[slot], report.after.ece[slot]
-        panel.set_title(f"slot {slot}: ECE {ece[0]:.1%} to {ece[1]:.1%}", fontsize=10)
+        _draw_slot(panel, before[slot], None if after is None else after[slot])
+        scaled = "" if after is None else f" to {report.after.ece[slot]:.1%}"
+        panel.set_title(f"slot {slot}: ECE {report.before.ece[slot]:.1%}{scaled}", fontsize=10)
         panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         panel.tick_params(labelbottom=slot + columns >= len(before))
     for panel in panels[len(before) :]:
@@ -131,14 +135,15 @@ def plot_reliability(
     figure.savefig(path, dpi=150)
 
 
-def _draw_slot(panel: Any, before: ReliabilityBins, after: ReliabilityBins) -> None:
-    shares = after.counts / after.counts.sum()
+def _draw_slot(panel: Any, before: ReliabilityBins, after: ReliabilityBins | None) -> None:
+    counts, name = (before.counts, "before") if after is None else (after.counts, "after")
+    shares = counts / counts.sum()
     centres = (torch.arange(len(shares)) + 0.5) / len(shares)
-    panel.bar(
-        centres.tolist(), shares.tolist(), width=0.9 / len(shares), color="0.85", label="share of rounds (after)"
-    )
+    width = 0.9 / len(shares)
+    panel.bar(centres.tolist(), shares.tolist(), width=width, color="0.85", label=f"share of rounds ({name})")
     panel.plot([0, 1], [0, 1], color="0.4", linewidth=1, linestyle="--", label="exact")
-    for bins, colour, name in ((before, "tab:orange", "before"), (after, "tab:blue", "after")):
+    curves = [(before, "tab:orange", "before")] + ([] if after is None else [(after, "tab:blue", "after")])
+    for bins, colour, name in curves:
         filled = bins.counts >= 20
         observed, counts = bins.observed[filled], bins.counts[filled]
         error = (observed * (1 - observed) / counts).sqrt()
@@ -150,13 +155,21 @@ def _with_means(report: CalibrationReport) -> dict[str, Any]:
     return asdict(report) | {"means": {"before": report.before.means(), "after": report.after.means()}}
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN, which JSON does not have, by null."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-__all__ = ["plot_reliability", "sglang_calibration", "slot_bins", "table", "write_outputs", "write_temperatures"]
+__all__ = [
+    "plot_reliability",
+    "sglang_calibration",
+    "slot_bins",
+    "table",
+    "without_nan",
+    "write_outputs",
+    "write_temperatures",
+]

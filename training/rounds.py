@@ -1,13 +1,11 @@
 """Record verification rounds of a drafter and its target: what calibration is fitted on.
 
 Every block is verified at full length, whatever the drafter's own schedule: a schedule that looks at confidence would
-leave out the very rounds that tell how well confidence is calibrated. `rounds.jsonl` has a first line of `settings`,
-then one line a finished prompt: `prompt` (its line number, from 0), and for each round `new_tokens`, `accepted`,
-`verified` and `logits`. Nothing is fitted here.
+leave out the very rounds that tell how well confidence is calibrated. A record of `rounds.jsonl` has `prompt` (its line
+number, from 0), and for each round `new_tokens`, `accepted`, `verified` and `logits`. Nothing is fitted here.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +19,7 @@ from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.scheduling_dspark import DraftSettings
 from training.calibration import Rounds
-from training.regenerate import read_jsonl, write_atomically
+from training.records import RecordFile
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ Recorder = Callable[[Sequence[Prompt]], Iterator[tuple[int, RunStatistics]]]
 
 
 def make_engine(drafter: DSparkModel, target: PreTrainedModel, temperature: float) -> Engine:
-    """A decoding engine that verifies every block at full length and keeps the confidence logits."""
+    """A decoding engine that verifies every block at full length and keeps the confidence logits, if there are any."""
     eos = target.generation_config.eos_token_id
     sampling = temperature > 0
     return Engine(
@@ -46,7 +44,7 @@ def make_engine(drafter: DSparkModel, target: PreTrainedModel, temperature: floa
         do_sample=sampling,
         logits_processor=LogitsProcessorList([TemperatureLogitsWarper(float(temperature))]) if sampling else None,
         eos_token_ids=[] if eos is None else list(eos) if isinstance(eos, list) else [eos],
-        record_confidence=True,
+        record_confidence=drafter.confidence_head is not None,
     )
 
 
@@ -73,25 +71,45 @@ def record(
             yield index, request.statistics
 
 
-def rounds_of(statistics: RunStatistics) -> dict[str, list]:
-    """The rounds of one request that drafted, as plain lists.
+def judged(*, verified: int, accepted: int, new_tokens: int) -> tuple[int, int]:
+    """Drafts of a round that were verified and accepted, without those behind the end of the text.
 
     A round without a token after its drafts ended the text at a kept draft; what stood behind that was neither kept nor
     refused, and does not count as verified.
     """
-    drafting = [number for number, drafted in enumerate(statistics.drafted) if drafted > 0]
-    logits = [row for row in statistics.confidence_logits if row]
-    if len(logits) != len(drafting):
-        raise ValueError(f"{len(drafting)} rounds drafted, but confidence was recorded for {len(logits)}.")
-    new_tokens = [statistics.new_tokens[number] for number in drafting]
-    accepted = [min(statistics.accepted[number], statistics.new_tokens[number]) for number in drafting]
-    verified = [statistics.verified[number] for number in drafting]
-    verified = [
-        kept if tokens <= kept else checked
-        for tokens, kept, checked in zip(new_tokens, accepted, verified, strict=True)
-    ]
-    rounded = [[round(float(value), 4) for value in row] for row in logits]
-    return {"new_tokens": new_tokens, "accepted": accepted, "verified": verified, "logits": rounded}
+    accepted = min(accepted, new_tokens)
+    return accepted if new_tokens <= accepted else verified, accepted
+
+
+def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confidence: bool = True) -> dict[str, list]:
+    """The rounds of one request that drafted (or all of them), as plain lists, with what was `judged`.
+
+    Args:
+        statistics (`RunStatistics`): What the engine counted.
+        all_rounds (`bool`, *optional*): Keep rounds without drafts too; they have no logits and verify nothing.
+        with_confidence (`bool`, *optional*): `False` for a drafter without a confidence head: no round has logits.
+
+    Raises:
+        ValueError: if there are not as many rows of logits as rounds that drafted.
+    """
+    num_drafting = sum(drafted > 0 for drafted in statistics.drafted)
+    rows = [row for row in statistics.confidence_logits if row] if with_confidence else [[]] * num_drafting
+    if len(rows) != num_drafting:
+        raise ValueError(f"{num_drafting} rounds drafted, but confidence was recorded for {len(rows)}.")
+    remaining = iter(rows)
+    recorded: dict[str, list] = {"new_tokens": [], "accepted": [], "verified": [], "logits": []}
+    for number, drafted in enumerate(statistics.drafted):
+        row = next(remaining) if drafted > 0 else []
+        if drafted == 0 and not all_rounds:
+            continue
+        new_tokens = statistics.new_tokens[number]
+        verified, accepted = judged(
+            verified=statistics.verified[number], accepted=statistics.accepted[number], new_tokens=new_tokens
+        )
+        for name, value in (("new_tokens", new_tokens), ("accepted", accepted), ("verified", verified)):
+            recorded[name].append(value)
+        recorded["logits"].append([round(float(value), 4) for value in row])
+    return recorded
 
 
 def record_to_file(
@@ -99,61 +117,32 @@ def record_to_file(
 ) -> list[dict[str, Any]]:
     """Record the prompts that are not in the file yet; the records of all `prompts`, in their order.
 
-    A line is written as soon as its prompt is finished. At the end the lines are sorted, so that a run that was stopped
-    and started again leaves the same file as one that was not.
-
     Raises:
         ValueError: if the file was made with other settings; names them.
     """
-    records = _resume(path, settings)
-    pending = [prompt for prompt in prompts if prompt.index not in records]
-    _rewrite(path, settings, records)  # without half a line that a crash may have left
-    with path.open("a", encoding="utf-8") as file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
+    file = RecordFile(path, settings, ("new_tokens", "accepted", "verified", "logits"))
+    pending = [prompt for prompt in prompts if prompt.index not in file.records]
+    with file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
         bar.update(len(prompts) - len(pending))
         for index, statistics in recorder(pending):
-            records[index] = {"prompt": index} | rounds_of(statistics)
-            file.write(json.dumps(records[index]) + "\n")
-            file.flush()
+            file.add({"prompt": index} | rounds_of(statistics))
             bar.update()
-            bar.set_postfix(rounds=sum(len(each["accepted"]) for each in records.values()), refresh=False)
-    _rewrite(path, settings, records)
-    return [records[prompt.index] for prompt in prompts]
+            bar.set_postfix(rounds=sum(len(each["accepted"]) for each in file.records.values()), refresh=False)
+    return [file.records[prompt.index] for prompt in prompts]
+
+
+def pad_logits(rows: Iterable[Sequence[float]], num_slots: int) -> torch.Tensor:
+    """Rows of logits as one fp64 tensor `[n, num_slots]`; a block that was drafted shorter is filled up with zeros."""
+    padded = [list(row[:num_slots]) + [0.0] * (num_slots - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.float64).reshape(-1, num_slots)
 
 
 def join(records: Sequence[dict[str, Any]], num_slots: int) -> Rounds:
     """All rounds of some records; a block that was drafted shorter is filled up behind what was verified."""
-    rows = [row[:num_slots] + [0.0] * (num_slots - len(row)) for each in records for row in each["logits"]]
-    accepted = [value for each in records for value in each["accepted"]]
-    verified = [value for each in records for value in each["verified"]]
-    return Rounds.of(torch.tensor(rows, dtype=torch.float64).reshape(-1, num_slots), accepted, verified)
+    columns = {
+        name: [each for record in records for each in record[name]] for name in ("accepted", "verified", "logits")
+    }
+    return Rounds.of(pad_logits(columns["logits"], num_slots), columns["accepted"], columns["verified"])
 
 
-def _rewrite(path: Path, settings: dict[str, Any], records: dict[int, dict[str, Any]]) -> None:
-    lines = [{"settings": settings}, *(records[index] for index in sorted(records))]
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _resume(path: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Records of an earlier run by prompt, after a check that it had the same settings."""
-    lines: list[Any] = list(read_jsonl(path)) if path.is_file() else []
-    if not lines:
-        return {}
-    if not isinstance(lines[0], dict) or not isinstance(lines[0].get("settings"), dict):
-        raise ValueError(f"`{path}` does not begin with a line of settings; choose another `output`.")
-    earlier = lines[0]["settings"]
-    names = sorted(set(earlier) | set(settings))
-    different = {name: (earlier.get(name), settings.get(name)) for name in names}
-    different = {name: pair for name, pair in different.items() if pair[0] != pair[1]}
-    if different:
-        raise ValueError(
-            f"`{path}` was recorded with other settings (then, now): {different}. Go on with the same ones, or choose "
-            "another `output`."
-        )
-    fields = {"prompt", "new_tokens", "accepted", "verified", "logits"}
-    for number, line in enumerate(lines[1:], start=2):
-        if not isinstance(line, dict) or set(line) != fields:
-            raise ValueError(f"`{path}` line {number} is not a record of this command; choose another `output`.")
-    return {line["prompt"]: line for line in lines[1:]}
-
-
-__all__ = ["Prompt", "join", "make_engine", "record", "record_to_file", "rounds_of"]
+__all__ = ["Prompt", "join", "judged", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]

@@ -49,7 +49,7 @@ def test_the_method_that_starts_alternates(target, methods, monkeypatch):
         order.append(ASSISTED if arguments else PLAIN)
         return SimpleNamespace(tokens=[1], seconds=1.0)
 
-    monkeypatch.setattr("benchmarks.measure.timed_call", record)
+    monkeypatch.setattr("training.timing.timed_call", record)
     measure(target, PROMPT, methods, max_new_tokens=1, repeats=2)
     assert order == [PLAIN, ASSISTED, ASSISTED, PLAIN]
     order.clear()

@@ -39,6 +39,7 @@ DATACLASSES = {
     "training.regenerate": "RegenerateArguments",
     "training.calibrate": "CalibrateArguments",
     "training.refit_confidence": "RefitArguments",
+    "training.evaluate": "EvaluateArguments",
 }
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -151,6 +152,7 @@ def test_python_blocks_run(page, workspace, cache):
 
 def test_every_page_with_python_is_run():
     expected = {"README.md", "index.md", "data-path.md", "lossless.md", "batching.md", "scheduling.md", "profiling.md"}
+    expected |= {"training.md", "calibration.md", "evaluation.md"}
     assert {page.name for page in PAGES if script_of(page)} >= expected
     indented = [page.name for page in PAGES if re.search(r"^ +```(python|bash)", page.read_text(), re.MULTILINE)]
     assert not indented, "indented blocks are not found by these tests"
@@ -171,6 +173,7 @@ def test_commands_exist(page, monkeypatch):
         "python -m training.regenerate --prompts a --output b --no_such_flag 1",
         "python -m training.calibrate --drafter a --prompts b --output c --no_such_flag 1",
         "python -m training.refit_confidence --drafter a --prompts b",
+        "python -m training.evaluate --drafter a --prompts b --thresholds high",
         "python -m benchmarks.throughput --no-such-flag",
         "python -m benchmarks.profile --plot",
         "python -m benchmarks.memory --batch-sizes none",

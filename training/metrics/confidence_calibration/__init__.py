@@ -1,0 +1,1 @@
+"""The metric module `confidence_calibration`, in the file of that name."""

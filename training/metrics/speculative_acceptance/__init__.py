@@ -1,0 +1,1 @@
+"""The metric module `speculative_acceptance`, in the file of that name."""
