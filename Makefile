@@ -18,7 +18,8 @@ DRAFTER := dspark-smollm2-135m-instruct
 INSTALLED := $(VENV)/.installed
 INSTALLED_COMPAT := $(VENV_COMPAT)/.installed
 BIN := $(VENV)/bin
-# Two workers with one thread each: on two cores, more threads spin against each other.
+# Two workers with one thread each: on two cores, more threads spin against each other. A worker that is done takes tests
+# from the other, since a few are long.
 PYTEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .PHONY: install demo test test-slow test-gpu test-compat quality style docs clean
@@ -30,7 +31,7 @@ demo: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.demo --drafter build/$(DRAFTER) $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 tests $(ARGS)
+	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(PYTEST_ENV) $(BIN)/python -m pytest -q -n 2 -m slow tests $(ARGS)
@@ -42,7 +43,7 @@ test-gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.head --device cuda
 
 test-compat: $(INSTALLED_COMPAT)
-	$(PYTEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q -n 2 tests/generation tests/modeling $(ARGS)
+	$(PYTEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling $(ARGS)
 
 quality: $(INSTALLED)
 	$(BIN)/ruff check .
