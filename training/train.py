@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
@@ -233,12 +232,24 @@ def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel
     """
     resume: Any = training.resume_from_checkpoint
     if str(resume).lower() == "true":
-        resume = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+        resume = last_whole_checkpoint(Path(training.output_dir))
         if resume is None:
             raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
     if resume:
         check_resumed(Path(resume), drafter)
     return resume
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end. The state of training is what `Trainer` writes last."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for checkpoint in found:
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            return str(checkpoint)
+        except (OSError, ValueError):
+            logger.warning(f"`{checkpoint}` was cut short and is passed over.")
+    return None
 
 
 def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:

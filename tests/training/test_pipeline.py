@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,9 @@ from training.features import compute_features, pad_ids
 from training.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.train import main, parse_arguments, split_conversations
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -304,6 +311,33 @@ class TestTrain:
         main(train_flags(workspace, "parts", max_steps=10))
         shutil.rmtree(workspace / "parts" / "checkpoint-10")
         resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true"))
+        for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
+            assert torch.equal(one, other), name
+
+    def test_a_checkpoint_that_was_cut_short_is_passed_over(self, workspace):
+        whole = main(train_flags(workspace, "whole"))
+        main(train_flags(workspace, "parts"))
+        (workspace / "parts" / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 1')
+        resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true"))
+        for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
+            assert torch.equal(one, other), name
+
+    def test_a_training_that_is_killed_goes_on(self, workspace):
+        """With SIGKILL, while a checkpoint is written and a little later: the same drafter, bit for bit."""
+        flags = {"max_steps": 30, "save_steps": 3}
+        whole = main(train_flags(workspace, "whole", **flags))
+        command = [sys.executable, "-m", "training.train", *train_flags(workspace, "parts", **flags)]
+        for checkpoint, delay in (("checkpoint-6", 0.0), ("checkpoint-15", 0.05)):
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            while not (workspace / "parts" / checkpoint).is_dir():
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.002)
+            time.sleep(delay)
+            process.kill()
+            process.communicate()
+            command += ["--resume_from_checkpoint", "true"]  # the second time it has no effect
+        assert not (workspace / "parts" / "drafter").exists()
+        resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true", **flags))
         for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
             assert torch.equal(one, other), name
 
