@@ -11,7 +11,6 @@ kinds of drafters), `depth` (1 to 3 layers) and `block` (blocks of 4 to 16 draft
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
@@ -26,9 +25,10 @@ from benchmarks.environment import environment
 from benchmarks.packed import exit_status, require_matplotlib
 from benchmarks.pair import HelpFormatter, positive_int
 from benchmarks.report import markdown_table, write_json
+from modeling_dspark import RunStatistics
 from training.data import Conversation
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
-from training.replay import ReplayedRounds, replay
+from training.replay import replay
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
@@ -147,17 +147,14 @@ def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]
 
 def measure(drafter: Any, target: Any, sets: dict[str, list[Conversation]]) -> dict[str, Any]:
     """Replay one drafter over all sets."""
-    pooled, tau = ReplayedRounds(), {}
-    for name, conversations in sets.items():
-        rounds = replay(drafter, target, conversations)
-        tau[name] = round(rounds.accepted_length, 4)
-        for field in ("accepted", "offered", "new_tokens"):
-            getattr(pooled, field).extend(getattr(rounds, field))
-    acceptance = pooled.conditional_acceptance(drafter.config.block_size)
+    runs = {name: replay(drafter, target, conversations) for name, conversations in sets.items()}
+    pooled = RunStatistics.pooled(drafter.config.block_size, list(runs.values()))
+    tau = {name: round(run.accepted_length, 4) for name, run in runs.items()}
+    shares = zip(pooled.acceptance_by_position, pooled.tried_by_position, strict=True)
     return {
         "tau": tau | {"all": round(pooled.accepted_length, 4)},
-        "rounds": len(pooled.accepted),
-        "acceptance": [None if math.isnan(value) else round(value, 4) for value in acceptance],
+        "rounds": pooled.rounds,
+        "acceptance": [round(share, 4) if tried else None for share, tried in shares],
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
     }
 

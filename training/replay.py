@@ -8,47 +8,18 @@ Shapes: `N` blocks, `K` slots.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.drafting_dspark import argmax
 from modeling_dspark.target_dspark import TargetBinding
 from training.blocks import make_blocks
 from training.data import Conversation
 from training.features import compute_features
 from training.forward import forward_blocks
-
-
-@dataclass
-class ReplayedRounds:
-    """Counts over rounds.
-
-    Attributes:
-        accepted (`list[int]`): Draft tokens kept, of each round.
-        offered (`list[int]`): Draft tokens that the text had room for, of each round.
-        new_tokens (`list[int]`): Tokens that each round made: the kept ones and, unless the text ended, one more.
-    """
-
-    accepted: list[int] = field(default_factory=list)
-    offered: list[int] = field(default_factory=list)
-    new_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens a round, the target's own one counted, pooled over rounds (tau)."""
-        return sum(self.new_tokens) / max(len(self.new_tokens), 1)
-
-    def conditional_acceptance(self, num_slots: int) -> list[float]:
-        """For each slot: of the rounds that kept all drafts before it, and had room for it, the share that kept it."""
-        shares = []
-        for slot in range(num_slots):
-            reached = [kept for kept, room in zip(self.accepted, self.offered, strict=True) if kept >= slot < room]
-            shares.append(sum(kept > slot for kept in reached) / len(reached) if reached else float("nan"))
-        return shares
 
 
 @torch.no_grad()
@@ -85,7 +56,7 @@ def kept_at_every_anchor(
 
 def replay(
     drafter: DSparkModel, target: PreTrainedModel, conversations: Iterable[Conversation], *, progress: bool = False
-) -> ReplayedRounds:
+) -> RunStatistics:
     """Rounds of greedy decoding over answers that the target gave greedily.
 
     Args:
@@ -94,17 +65,18 @@ def replay(
         conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
         progress (`bool`, *optional*, defaults to `False`): Show a progress bar.
     """
-    binding, rounds = drafter.bind(target), ReplayedRounds()
+    binding, block_size = drafter.bind(target), drafter.config.block_size
+    rounds = RunStatistics(block_size)
     for conversation in tqdm(conversations, desc="replay", unit="answer", disable=not progress):
         kept = kept_at_every_anchor(drafter, target, binding, conversation).tolist()
         place = 0
         while place < len(kept):
-            room = min(drafter.config.block_size, len(kept) - place)
-            rounds.accepted.append(kept[place])
-            rounds.offered.append(room)
-            rounds.new_tokens.append(min(kept[place] + 1, len(kept) - place))
-            place += kept[place] + 1
+            left, accepted = len(kept) - place, kept[place]
+            verified = min(block_size, left)  # what the text has room for
+            new_tokens = min(accepted + 1, left)
+            rounds.add_round(drafted=block_size, verified=verified, accepted=accepted, new_tokens=new_tokens)
+            place += new_tokens
     return rounds
 
 
-__all__ = ["ReplayedRounds", "kept_at_every_anchor", "replay"]
+__all__ = ["kept_at_every_anchor", "replay"]

@@ -13,7 +13,7 @@ from training.blocks import make_blocks
 from training.data import Conversation
 from training.eagle import EagleConfig, EagleDrafter
 from training.features import compute_features
-from training.replay import ReplayedRounds, kept_at_every_anchor, replay
+from training.replay import kept_at_every_anchor, replay
 
 
 LAYERS = [0, 2]
@@ -165,9 +165,16 @@ def test_replay_of_a_drafter_that_knows_the_text(monkeypatch):
     assert rounds.accepted_length == 5
 
 
-def test_conditional_acceptance_by_hand():
-    rounds = ReplayedRounds(accepted=[2, 0, 1, 2], offered=[3, 3, 3, 2], new_tokens=[3, 1, 2, 2])
-    assert rounds.conditional_acceptance(3) == [3 / 4, 2 / 3, 0.0]
+def test_conditional_acceptance_by_hand(monkeypatch):
+    """Rounds of two texts; the second ends behind the second draft of its only round."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=3)
+    kept = iter([torch.tensor([2, 0, 0, 0, 1, 0, 0, 0, 0]), torch.tensor([2, 1])])
+    monkeypatch.setattr("training.replay.kept_at_every_anchor", lambda *_: next(kept)[:6])
+    rounds = replay(drafter, target, [None, None])
+    assert (rounds.accepted, rounds.verified) == ([2, 0, 1, 2], [3, 3, 2, 2])
+    assert rounds.new_tokens == [3, 1, 2, 2]
+    assert rounds.acceptance_by_position == [3 / 4, 2 / 3, 0.0]
     assert rounds.accepted_length == 2
 
 
