@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
 from tests.builders import VOCAB, tiny_drafter, tiny_target
+from tests.training.toy_run import flags
 from training import answering
 from training.data import Conversation, choose_draft_vocabulary, load_conversations
 from training.features import compute_features, pad_ids
@@ -246,34 +247,9 @@ class TestInitialization:
             warm_start(drafter, target, [2])
 
 
-def train_flags(workspace, output, **flags):
-    defaults = {
-        "target": workspace / "target",
-        "target_dtype": "float32",
-        "prompts": workspace / "prompts.jsonl",
-        "answers": workspace / "answers.jsonl",
-        "output_dir": workspace / output,
-        "num_draft_layers": 1,
-        "block_size": 3,
-        "target_layer_ids": "0 2",
-        "mask_token_id": 3,
-        "markov_rank": 4,
-        "num_anchors": 4,
-        "num_eval_conversations": 4,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 5e-3,
-        "use_cpu": "true",
-        "report_to": "none",
-        "logging_steps": 5,
-        "max_steps": 10,
-        "save_steps": 5,
-        "seed": 3,
-        "loss_decay": 4.0,
-    }
-    words = []
-    for name, value in (defaults | flags).items():
-        words += [f"--{name}", *str(value).split(" ")]
-    return words
+def train_flags(workspace, output, **changes):
+    defaults = {"logging_steps": 5, "max_steps": 10, "save_strategy": "steps", "save_steps": 5, "loss_decay": 4.0}
+    return flags(workspace, output, **(defaults | changes))
 
 
 class TestTrain:
