@@ -26,10 +26,8 @@ logger = logging.get_logger(__name__)
 
 CHOICES = ("auto", "cpu", "cuda", "nvrtc", "torch")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NOT_COOPERATIVE = (
-    720,
-    801,
-)  # CUDA's errors for too many blocks at once, as on a GPU that is shared out; not supported
+# CUDA's errors for too many blocks at once, as on a GPU that is shared out, and for what a device does not support.
+_NOT_COOPERATIVE = (720, 801)
 
 
 class Backend(Protocol):
@@ -252,12 +250,9 @@ def _make(name: str, device: torch.device, *, last: bool) -> Backend | None:
                 _made[name, device] = None
                 if last:
                     _warn(f"{name}: {error}")
-                elif isinstance(error, NoToolkitError):
-                    logger.info(f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}.")
                 else:
-                    logger.warning_once(
-                        f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}."
-                    )
+                    say = logger.info if isinstance(error, NoToolkitError) else logger.warning_once
+                    say(f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}.")
         return _made[name, device]
 
 

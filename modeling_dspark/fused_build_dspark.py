@@ -177,11 +177,19 @@ def _write_whole(content: bytes, scratch: Path, path: Path) -> None:
     scratch.replace(path)
 
 
+def cache_folder() -> Path:
+    """Where this project keeps what it makes once: `$DSPARK_CACHE`, else `~/.cache/dspark`.
+
+    Raises:
+        RuntimeError: if there is neither.
+    """
+    return Path(os.environ.get("DSPARK_CACHE") or "~/.cache/dspark").expanduser()
+
+
 def _folders() -> Iterator[Path]:
     """Where libraries may be, best first."""
-    chosen = os.environ.get("DSPARK_CACHE")
     with contextlib.suppress(RuntimeError):  # a user without a home
-        yield Path(chosen or "~/.cache/dspark").expanduser() / "kernels"
+        yield cache_folder() / "kernels"
     own = os.getuid() if hasattr(os, "getuid") else "user"
     yield Path(tempfile.gettempdir()) / f"dspark-kernels-{own}"
 
@@ -283,4 +291,13 @@ def _reason(error: Exception) -> str:
     return next(telling, lines[0])[:200]
 
 
-__all__ = ["BuildError", "compile_extension", "digest", "keep", "load_built", "load_library", "read_kept"]
+__all__ = [
+    "BuildError",
+    "cache_folder",
+    "compile_extension",
+    "digest",
+    "keep",
+    "load_built",
+    "load_library",
+    "read_kept",
+]

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from .costs_dspark import CostProfile, Curve
 from .engine_dspark import Engine
+from .fused_build_dspark import cache_folder
 from .fused_head_dspark import fusable_heads
 from .processing_dspark import RowProcessors
 from .requests_dspark import Request
@@ -123,8 +124,7 @@ def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_si
 
 def costs_folder() -> Path:
     """Where profiles are kept."""
-    chosen = os.environ.get("DSPARK_CACHE")
-    return Path(chosen or "~/.cache/dspark").expanduser() / "costs"
+    return cache_folder() / "costs"
 
 
 def profile_key(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:
