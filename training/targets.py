@@ -8,6 +8,7 @@ This module trains nothing and knows nothing of drafters.
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
-
-from modeling_dspark.fused_build_dspark import cache_folder
 
 
 logger = logging.get_logger(__name__)
@@ -28,11 +27,17 @@ _GGUF_SHA256 = "b179c952"  # first digits; the conversion is refused for any oth
 
 __all__ = [
     "EMBEDDED_TARGET",
+    "cache_directory",
     "chat_template_hash",
     "load_target",
     "load_tokenizer",
     "resolve_target",
 ]
+
+
+def cache_directory() -> Path:
+    """The folder for files this project makes once: `$DSPARK_CACHE`, else `~/.cache/dspark`."""
+    return Path(os.environ.get("DSPARK_CACHE") or "~/.cache/dspark").expanduser()
 
 
 def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -45,7 +50,7 @@ def resolve_target(name_or_path: str) -> str:
     """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged."""
     if name_or_path != EMBEDDED_TARGET:
         return name_or_path
-    folder = cache_folder() / "targets" / f"{EMBEDDED_TARGET}-{_GGUF_SHA256}"
+    folder = cache_directory() / "targets" / f"{EMBEDDED_TARGET}-{_GGUF_SHA256}"
     if not (folder / "config.json").is_file():
         _convert_once(folder)
     return str(folder)
