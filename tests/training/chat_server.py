@@ -46,10 +46,11 @@ class ChatDouble:
             self.active += 1
             self.most_active = max(self.most_active, self.active)
         try:
-            self.respond(handler, body, self.plan(number, body) or {})
+            fate = self.plan(number, body) or {}
         finally:
             with self.lock:
-                self.active -= 1
+                self.active -= 1  # before the answer goes out, since the client may ask again as soon as it is there
+        self.respond(handler, body, fate)
 
     def respond(self, handler, body, fate):
         if fate.get("stall"):

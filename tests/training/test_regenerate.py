@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -282,9 +283,10 @@ class TestServer:
 
     def test_concurrency_is_bounded_and_used(self, workspace):
         write_prompts(workspace, [{"text": "q"}] * 12)
-        with ChatDouble(lambda number, body: time.sleep(0.02)) as double:
-            self.run(workspace, double, concurrency=3)
-        assert double.most_active == 3
+        three_at_once = threading.Barrier(3, timeout=30)  # broken, and the request failed, if fewer come together
+        with ChatDouble(lambda number, body: three_at_once.wait() and None) as double:
+            answers = self.run(workspace, double, concurrency=3)
+        assert double.most_active == 3 and len(by_key(answers)) == 12
 
     def test_it_gets_through_a_server_that_misbehaves(self, workspace):
         """The same answers as from a server that works, whatever fails in between."""
