@@ -20,7 +20,7 @@ from benchmarks.environment import environment
 from benchmarks.packed import exit_status
 from benchmarks.pair import DEFAULT_DRAFTER, HelpFormatter, check_drafter, describe_drafter, positive_int
 from benchmarks.report import markdown_table, write_json
-from benchmarks.study import evaluation_sets, measure
+from benchmarks.study import evaluation_sets, measure, num_answers
 from modeling_dspark import DSparkModel
 from training.regenerate import read_jsonl, write_atomically
 from training.targets import EMBEDDED_TARGET, load_target
@@ -57,8 +57,9 @@ def domain_answers(options: argparse.Namespace) -> tuple[Path, int]:
     """A file with the answers to the prompts of the domain, and their number.
 
     Raises:
-        ValueError: if no prompt is of that category.
+        ValueError: if no prompt is of that category, or an answer is to no prompt.
     """
+    num_answers(options.prompts, options.answers)
     prompts = read_jsonl(options.prompts)
     categories = [record.get("category") for record in prompts]
     if options.domain not in categories:

@@ -24,11 +24,12 @@ from tqdm.auto import tqdm
 from benchmarks.environment import environment
 from benchmarks.packed import exit_status, require_matplotlib
 from benchmarks.pair import HelpFormatter, positive_int
-from benchmarks.report import markdown_table, write_json
+from benchmarks.report import write_json
+from benchmarks.study_report import COMPARED, plot_study, study_tables
 from modeling_dspark import RunStatistics
 from training.data import Conversation
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
-from training.replay import replay
+from training.replay import replay, replay_prompt_lookup
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
@@ -52,7 +53,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle": PLAIN_HEADS | {"architecture": "eagle", "num_draft_layers": 1},
     "mtp-1": PLAIN_HEADS | {"architecture": "eagle", "num_draft_layers": 1, "block_size": 1},
 }
-COMPARED = ("dspark", "dflash")
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "main": KINDS,
     "depth": {f"{kind}-depth-{n}": KINDS[kind] | {"num_draft_layers": n} for n in (1, 3) for kind in COMPARED},
@@ -61,7 +61,8 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
-    "train_seconds": "wall time of the training, other work on the machine included",
+    "rounds": "of each answer, by set; `answer_tokens` are the tokens that they yield",
+    "train_seconds": "wall time of the training's last start, other work on the machine included",
 }
 
 
@@ -113,6 +114,22 @@ def train(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> 
     return time.perf_counter() - begun
 
 
+def num_answers(prompts: str, answers: Sequence[str]) -> int:
+    """Answers in all files.
+
+    Raises:
+        ValueError: if an answer is to a prompt that is not in `prompts`.
+    """
+    num_prompts = len(read_jsonl(prompts))
+    places = [(path, record["prompt"]) for path in answers for record in read_jsonl(path)]
+    for path, place in places:
+        if place >= num_prompts:
+            raise ValueError(
+                f"`{path}` answers prompt {place}, but `{prompts}` has {num_prompts}: pass its own prompts."
+            )
+    return len(places)
+
+
 def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]]:
     """Greedy answers of the target by source, made once."""
     work = Path(options.work)
@@ -148,23 +165,37 @@ def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]
 def measure(drafter: Any, target: Any, sets: dict[str, list[Conversation]]) -> dict[str, Any]:
     """Replay one drafter over all sets."""
     runs = {name: replay(drafter, target, conversations) for name, conversations in sets.items()}
-    pooled = RunStatistics.pooled(drafter.config.block_size, list(runs.values()))
-    tau = {name: round(run.accepted_length, 4) for name, run in runs.items()}
+    return {**summary(runs), "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
+
+
+def summary(runs: dict[str, RunStatistics]) -> dict[str, Any]:
+    """What is kept of the rounds of all sets."""
+    pooled = RunStatistics.pooled(next(iter(runs.values())).block_size, list(runs.values()))
+    tau = {name: round(run.accepted_length, 4) for name, run in (runs | {"all": pooled}).items()}
     shares = zip(pooled.acceptance_by_position, pooled.tried_by_position, strict=True)
     return {
-        "tau": tau | {"all": round(pooled.accepted_length, 4)},
-        "rounds": pooled.rounds,
+        "tau": tau,
         "acceptance": [round(share, 4) if tried else None for share, tried in shares],
-        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "tried": pooled.tried_by_position,
+        "rounds": {name: [answer.rounds for answer in run.requests] for name, run in runs.items()},
     }
 
 
-def study(options: argparse.Namespace) -> list[dict[str, Any]]:
+def references(sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
+    """Drafters that nothing is trained for: the plain target, which makes a token a round, and prompt lookup."""
+    runs = {name: replay_prompt_lookup(answers, num_tokens=RECIPE["block_size"]) for name, answers in sets.items()}
+    plain = {name: [sum(answer.new_tokens) for answer in run.requests] for name, run in runs.items()}
+    tau = dict.fromkeys([*runs, "all"], 1.0)
+    return [
+        {"group": "references", "drafter": "plain target", "tau": tau, "rounds": plain},
+        {"group": "references", "drafter": "prompt lookup", **summary(runs)},
+    ]
+
+
+def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
     """Train and measure what is not there yet; results in the order of the groups."""
     work = Path(options.work)
-    work.mkdir(parents=True, exist_ok=True)
-    sets = evaluation_sets(options)
-    results, target = [], None
+    results, target = references(sets), None
     chosen = [(group, name, GROUPS[group][name]) for group in options.groups for name in GROUPS[group]]
     for group, name, fields in tqdm(chosen, desc="Drafters"):
         folder = work / name
@@ -182,77 +213,27 @@ def study(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def tau_table(results: Sequence[dict[str, Any]], group: str) -> str:
-    """Accepted length by set as Markdown."""
-    cases = [case for case in results if case["group"] == group]
-    names = list(cases[0]["tau"])
-    return markdown_table(
-        ["drafter", *names], [[case["drafter"], *(f"{case['tau'][name]:.3f}" for name in names)] for case in cases]
-    )
-
-
-def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by slot, and accepted length by depth and by block size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = {"study_positions": ("slot", "conditional acceptance", _position_lines(results))}
-    for name, field in (("depth", "num_draft_layers"), ("block", "block_size")):
-        figures[f"study_{name}"] = (field, "accepted length", _lines_by(results, name, field))
-    written = []
-    for name, (across, up, lines) in figures.items():
-        if not any(lines.values()):
-            continue
-        figure, axes = pyplot.subplots(figsize=(6, 4))
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xlabel=across, ylabel=up)
-        axes.legend()
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
-        written.append(path)
-    return written
-
-
-def _position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    return {
-        case["drafter"]: [(slot + 1, value) for slot, value in enumerate(case["acceptance"]) if value is not None]
-        for case in results
-        if case["group"] == "main" and case["drafter"] != "mtp-1"
-    }
-
-
-def _lines_by(results: Sequence[dict[str, Any]], group: str, field: str) -> dict[str, list[tuple[int, float]]]:
-    lines = {}
-    for kind in COMPARED:
-        cases = [case for case in results if case["drafter"] == kind or case["drafter"].startswith(f"{kind}-{group}-")]
-        points = [(case["settings"]["fields"][field], case["tau"]["all"]) for case in cases]
-        if len(points) > 1:
-            lines[kind] = sorted(points)
-    return lines
-
-
 def run(options: argparse.Namespace) -> None:
     """Train, measure, print, write and plot."""
     if options.plots:
         require_matplotlib("--plots")
     facts = environment("bfloat16")
-    results = study(options)
-    for group in options.groups:
-        print(f"\n{group}\n{tau_table(results, group)}")
+    Path(options.work).mkdir(parents=True, exist_ok=True)
+    conversations = num_answers(options.prompts, options.answers)
+    sets = evaluation_sets(options)
+    results = study(options, sets)
     content = {
         "environment": facts,
         "target": options.target,
-        "conversations": sum(len(read_jsonl(path)) for path in options.answers),
+        "conversations": conversations,
+        "steps": options.steps,
+        "seed": options.seed,
+        "answers": {name: len(answers) for name, answers in sets.items()},
         "definitions": DEFINITIONS,
         "results": results,
     }
-    print(f"written to {write_json(options.output, content)}")
-    for path in plot(results, Path(options.plots)) if options.plots else ():
+    print(f"\n{study_tables(content)}\nwritten to {write_json(options.output, content)}")
+    for path in plot_study(results, Path(options.plots)) if options.plots else ():
         print(f"written to {path}")
 
 

@@ -7,11 +7,12 @@ and that is the next anchor. One forward gives the drafts at all anchors, for an
 Shapes: `N` blocks, `K` slots.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
+from transformers.generation import PromptLookupCandidateGenerator
 
 from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.drafting_dspark import argmax
@@ -57,7 +58,7 @@ def kept_at_every_anchor(
 def replay(
     drafter: DSparkModel, target: PreTrainedModel, conversations: Iterable[Conversation], *, progress: bool = False
 ) -> RunStatistics:
-    """Rounds of greedy decoding over answers that the target gave greedily.
+    """Rounds of greedy decoding over answers that the target gave greedily; `requests` has them by answer.
 
     Args:
         drafter ([`DSparkModel`]): Of any kind that trains here.
@@ -66,17 +67,51 @@ def replay(
         progress (`bool`, *optional*, defaults to `False`): Show a progress bar.
     """
     binding, block_size = drafter.bind(target), drafter.config.block_size
-    rounds = RunStatistics(block_size)
+    answers = []
     for conversation in tqdm(conversations, desc="replay", unit="answer", disable=not progress):
         kept = kept_at_every_anchor(drafter, target, binding, conversation).tolist()
-        place = 0
-        while place < len(kept):
-            left, accepted = len(kept) - place, kept[place]
-            verified = min(block_size, left)  # what the text has room for
-            new_tokens = min(accepted + 1, left)
-            rounds.add_round(drafted=block_size, verified=verified, accepted=accepted, new_tokens=new_tokens)
-            place += new_tokens
+        answers.append(_walk(len(kept), block_size, lambda place, kept=kept: (block_size, kept[place])))
+    return RunStatistics.pooled(block_size, answers)
+
+
+def replay_prompt_lookup(
+    conversations: Iterable[Conversation], *, num_tokens: int, max_matching_ngram_size: int = 2
+) -> RunStatistics:
+    """The same rounds with drafts that Transformers' prompt lookup finds in the text so far: a drafter without training.
+
+    Args:
+        conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
+        num_tokens (`int`): Drafts in a round, at most.
+        max_matching_ngram_size (`int`, *optional*, defaults to 2): Tokens that have to agree, at most.
+    """
+    lookup = PromptLookupCandidateGenerator(
+        num_output_tokens=num_tokens, max_matching_ngram_size=max_matching_ngram_size, max_length=2**31
+    )
+    answers = []
+    for conversation in conversations:
+        ids, start = torch.tensor(conversation.input_ids), conversation.response_start
+
+        def found_at(place: int, ids: torch.Tensor = ids, start: int = start) -> tuple[int, int]:
+            end = start + place + 1
+            drafts = lookup.get_candidates(ids[None, :end])[0][0, end:]
+            agrees = drafts[: len(ids) - end] == ids[end : end + len(drafts)]
+            return len(drafts), int(agrees.int().cumprod(0).sum())
+
+        answers.append(_walk(len(ids) - start - 1, num_tokens, found_at))
+    return RunStatistics.pooled(num_tokens, answers)
+
+
+def _walk(num_tokens: int, block_size: int, drafts_at: Callable[[int], tuple[int, int]]) -> RunStatistics:
+    """Rounds from the first token of an answer on: `num_tokens` follow it, and `drafts_at` has drafts made and kept."""
+    rounds, place = RunStatistics(block_size), 0
+    while place < num_tokens:
+        left = num_tokens - place
+        drafted, accepted = drafts_at(place)
+        new_tokens = min(accepted + 1, left)
+        verified = min(drafted, left)  # what the text has room for
+        rounds.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=new_tokens)
+        place += new_tokens
     return rounds
 
 
-__all__ = ["kept_at_every_anchor", "replay"]
+__all__ = ["kept_at_every_anchor", "replay", "replay_prompt_lookup"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import domain, study
+from benchmarks import domain, study, study_report
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training.train import ARCHITECTURES, parse_arguments
@@ -66,6 +66,7 @@ def tiny_study(tmp_path, tiny_tokenizer, monkeypatch):
     groups = {"main": kinds, "block": {"dspark-block-2": {"block_size": 2}, "dflash-block-2": {"block_size": 2}}}
     monkeypatch.setattr(study, "GROUPS", groups)
     (tmp_path / "a.jsonl").write_text('{"prompt": 0, "answer_ids": [4]}\n')
+    (tmp_path / "p.jsonl").write_text('{"turns": ["abc"]}\n')
     monkeypatch.chdir(tmp_path)
     return trained
 
@@ -75,13 +76,17 @@ def test_a_study_is_written_resumed_and_drawn(tiny_study, tmp_path, capsys):
     study.run(options(tmp_path, *more))
     first = (tmp_path / "study.json").read_text()
     report = json.loads(first)
-    assert [case["drafter"] for case in report["results"]] == ["dspark", "dflash", "dspark-block-2", "dflash-block-2"]
+    trained = ["dspark", "dflash", "dspark-block-2", "dflash-block-2"]
+    assert [case["drafter"] for case in report["results"]] == ["plain target", "prompt lookup", *trained]
+    plain = report["results"][0]["rounds"]
     for case in report["results"]:
         assert set(case["tau"]) == {"one", "two", "all"}
         assert case["tau"]["all"] >= 1
-        assert case["rounds"] > 0
-    assert report["conversations"] == 1
-    assert "| dspark  |" in capsys.readouterr().out
+        for source, rounds in case["rounds"].items():
+            assert len(rounds) == 2
+            assert case["tau"][source] == round(sum(plain[source]) / sum(rounds), 4)
+    assert (report["conversations"], report["answers"]) == (1, {"one": 2, "two": 2})
+    assert study_report.study_tables(report) in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["study_block.png", "study_positions.png"]
     assert len(tiny_study) == 4
     study.run(options(tmp_path, *more))
@@ -99,11 +104,50 @@ def test_other_evaluation_prompts_are_refused(tiny_study, tmp_path):
 
 
 def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "evaluation_sets", lambda _: {})
+    monkeypatch.setattr(study, "evaluation_sets", lambda _: {"one": []})
+    monkeypatch.setattr(study, "num_answers", lambda *_: 1)
     monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     arguments = ["--prompts", "p", "--answers", "a", "--groups", "main", "--work", str(tmp_path)]
     assert study.main(arguments) == 2
     assert "The training of `dspark` failed" in capsys.readouterr().err
+
+
+def test_answers_to_other_prompts_are_refused_before_anything_is_made(tiny_study, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": 1, "answer_ids": [4]}\n')
+    arguments = ["--prompts", "p.jsonl", "--answers", "a.jsonl", "--work", str(tmp_path / "work")]
+    assert study.main(arguments) == 2
+    assert "`p.jsonl` has 1" in capsys.readouterr().err
+    assert study.main([*arguments[:3], "missing.jsonl"]) == 2
+    assert "missing.jsonl" in capsys.readouterr().err
+    assert not tiny_study
+
+
+class TestMargins:
+    def test_the_margin_is_that_of_the_accepted_lengths(self):
+        ours, other = {"one": [10, 20], "two": [30]}, {"one": [15, 20], "two": [40]}
+        mean, low, high = study_report.margin(ours, other)
+        assert mean == pytest.approx(75 / 60 - 1)
+        # `two` is always there; `one` is drawn as (10, 10), (10, 20) or (20, 20).
+        assert (low, high) == (pytest.approx(80 / 70 - 1), pytest.approx(70 / 50 - 1))
+
+    def test_answers_are_drawn_in_pairs(self):
+        """A drafter that needs twice the rounds everywhere does so in every draw."""
+        ours = {"one": [3, 50, 7, 400]}
+        assert study_report.margin(ours, {"one": [6, 100, 14, 800]}) == (1.0, 1.0, 1.0)
+
+    def test_the_table_has_all_but_ours(self):
+        cases = [
+            {"group": group, "drafter": name, "rounds": {"one": [rounds], "two": [rounds]}}
+            for group, name, rounds in (
+                ("references", "plain target", 30),
+                ("main", "dspark", 10),
+                ("main", "dflash", 12),
+                ("block", "dspark-block-4", 1),
+            )
+        ]
+        lines = study_report.margin_table(cases).splitlines()
+        assert [line.split("|")[1].strip() for line in lines[2:]] == ["plain target", "dflash"]
+        assert "+20.0% [+20.0%, +20.0%]" in lines[3]
 
 
 class TestDomain:

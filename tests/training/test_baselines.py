@@ -13,7 +13,7 @@ from training.blocks import make_blocks
 from training.data import Conversation
 from training.eagle import EagleConfig, EagleDrafter
 from training.features import compute_features
-from training.replay import kept_at_every_anchor, replay
+from training.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 
 
 LAYERS = [0, 2]
@@ -227,3 +227,26 @@ def test_json_of_a_config_keeps_the_layout(tmp_path):
         DSparkModel.from_pretrained(tmp_path).config.num_block_positions
         == 1 + DSparkModel.from_pretrained(tmp_path).config.block_size
     )
+
+
+def test_prompt_lookup_gives_the_rounds_of_transformers():
+    """Text that repeats itself: as many target forwards as `generate` with `prompt_lookup_num_tokens` needs.
+
+    Its first forward verifies drafts too, so it starts after the first token of the answer.
+    """
+    target = tiny_target("llama").eval()
+    with torch.no_grad():
+        weight = target.get_output_embeddings().weight
+        weight[:10].mul_(0.01), weight[12:].mul_(0.01)
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
+    call = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    text = target.generate(prompt, max_new_tokens=41, **call)
+    forwards = []
+    handle = target.register_forward_hook(lambda *_: forwards.append(1))
+    target.generate(text[:, :13], prompt_lookup_num_tokens=3, max_new_tokens=40, **call)
+    handle.remove()
+    rounds = replay_prompt_lookup([Conversation(tuple(text[0].tolist()), 12, 0.0)], num_tokens=3)
+    assert sum(rounds.new_tokens) == 40
+    assert max(rounds.accepted) == 2
+    assert rounds.rounds == len(forwards)
+    assert [answer.rounds for answer in rounds.requests] == [rounds.rounds]

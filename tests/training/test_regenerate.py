@@ -286,7 +286,8 @@ class TestServer:
         three_at_once = threading.Barrier(3, timeout=30)  # broken, and the request failed, if fewer come together
         with ChatDouble(lambda number, body: three_at_once.wait() and None) as double:
             answers = self.run(workspace, double, concurrency=3)
-        assert double.most_active == 3 and len(by_key(answers)) == 12
+        assert double.most_active == 3
+        assert len(by_key(answers)) == 12
 
     def test_it_gets_through_a_server_that_misbehaves(self, workspace):
         """The same answers as from a server that works, whatever fails in between."""
