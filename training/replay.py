@@ -8,6 +8,7 @@ Shapes: `N` blocks, `K` slots.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -70,7 +71,11 @@ def replay(
     answers = []
     for conversation in tqdm(conversations, desc="replay", unit="answer", disable=not progress):
         kept = kept_at_every_anchor(drafter, target, binding, conversation).tolist()
-        answers.append(_walk(len(kept), block_size, lambda place, kept=kept: (block_size, kept[place])))
+
+        def kept_at(place: int, kept: list[int] = kept) -> tuple[int, int]:
+            return block_size, kept[place]
+
+        answers.append(_walk(len(kept), block_size, kept_at))
     return RunStatistics.pooled(block_size, answers)
 
 
@@ -93,7 +98,8 @@ def replay_prompt_lookup(
 
         def found_at(place: int, ids: torch.Tensor = ids, start: int = start) -> tuple[int, int]:
             end = start + place + 1
-            drafts = lookup.get_candidates(ids[None, :end])[0][0, end:]
+            so_far: Any = ids[None, :end]
+            drafts = lookup.get_candidates(so_far)[0][0, end:]
             agrees = drafts[: len(ids) - end] == ids[end : end + len(drafts)]
             return len(drafts), int(agrees.int().cumprod(0).sum())
 
