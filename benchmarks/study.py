@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from benchmarks.environment import environment
 from benchmarks.packed import exit_status, require_matplotlib
 from benchmarks.pair import HelpFormatter, positive_int
 from benchmarks.report import write_json
-from benchmarks.study_report import COMPARED, plot_study, study_tables
+from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
+from benchmarks.study_report import COMPARED, OURS, plot_study, study_tables
 from modeling_dspark import RunStatistics
 from training.data import Conversation
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
@@ -78,6 +80,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=list(GROUPS), help="what to train")
     parser.add_argument("--steps", type=positive_int, default=1500, help="of every training")
     parser.add_argument("--seed", type=int, default=0, help="of every training")
+    parser.add_argument("--calibration-prompts", type=positive_int, default=200, metavar="N", help="without answers")
     parser.add_argument("--work", default="runs/study", help="folder of trainings, answers and features")
     parser.add_argument("--feature-cache", help="folder for features, computed once for all (default: in every step)")
     parser.add_argument("--feature-cache-gb", type=float, default=20.0, help="its largest size")
@@ -213,6 +216,15 @@ def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> l
     return results
 
 
+def confidence(options: argparse.Namespace, unseen: list[dict[str, Any]]) -> dict[str, Any]:
+    """The confidence of `dspark`: its report without what names folders."""
+    work = Path(options.work)
+    report = measure_confidence(
+        work / OURS / "drafter", work, target=options.target, prompts=unseen, max_new_tokens=options.max_new_tokens
+    )
+    return {"calibration_prompts": len(unseen)} | asdict(report)
+
+
 def run(options: argparse.Namespace) -> None:
     """Train, measure, print, write and plot."""
     if options.plots:
@@ -221,6 +233,7 @@ def run(options: argparse.Namespace) -> None:
     Path(options.work).mkdir(parents=True, exist_ok=True)
     conversations = num_answers(options.prompts, options.answers)
     sets = evaluation_sets(options)
+    unseen = unseen_prompts(options.prompts, options.answers, options.calibration_prompts)
     results = study(options, sets)
     content = {
         "environment": facts,
@@ -232,9 +245,15 @@ def run(options: argparse.Namespace) -> None:
         "definitions": DEFINITIONS,
         "results": results,
     }
+    if "main" in options.groups:
+        content["confidence"] = confidence(options, unseen)
     print(f"\n{study_tables(content)}\nwritten to {write_json(options.output, content)}")
-    for path in plot_study(results, Path(options.plots)) if options.plots else ():
-        print(f"written to {path}")
+    if options.plots:
+        folder = Path(options.plots)
+        plots = plot_study(results, folder)
+        if "main" in options.groups:
+            plots += copy_plots(Path(options.work), folder)
+        print(*(f"written to {path}" for path in plots), sep="\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,13 +4,17 @@ Margins compare rounds over the same answers, so intervals come from answers dra
 over seeds of training.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import markdown_table
+from training.evaluation_outputs import calibration_table, threshold_table
+from training.evaluation_report import FORMAT, EvalReport
 
 
 OURS = "dspark"
@@ -27,6 +31,8 @@ def study_tables(content: dict[str, Any]) -> str:
         parts.append(f"margins\n\n{margin_table(results)}")
     if "main" in groups:
         parts.append(f"acceptance by slot\n\n{acceptance_table(results)}")
+    if "confidence" in content:
+        parts += confidence_tables(content["confidence"])
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,6 +93,14 @@ def acceptance_table(results: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["drafter", *range(slots)], rows)
 
 
+def confidence_tables(confidence: dict[str, Any]) -> list[str]:
+    """Calibration and the sweep over thresholds of the calibrated drafter, as Markdown."""
+    names = {field.name for field in fields(EvalReport)}
+    content = {name: value for name, value in confidence.items() if name in names}
+    report = EvalReport.from_json(json.dumps({"format": FORMAT} | content))
+    return [calibration_table(report), threshold_table(report)]
+
+
 def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Conditional acceptance from slot 0 to the last that was tried, by drafter."""
     return {
@@ -136,4 +150,7 @@ def _lines_by(results: Sequence[dict[str, Any]], group: str, field: str) -> dict
     return lines
 
 
-__all__ = ["COMPARED", "OURS", "acceptance_table", "margin", "margin_table", "plot_study", "study_tables", "tau_table"]
+__all__ = [
+    *("COMPARED", "OURS", "acceptance_table", "confidence_tables", "margin", "margin_table"),
+    *("plot_study", "study_tables", "tau_table"),
+]

@@ -66,7 +66,8 @@ def tiny_study(tmp_path, tiny_tokenizer, monkeypatch):
     groups = {"main": kinds, "block": {"dspark-block-2": {"block_size": 2}, "dflash-block-2": {"block_size": 2}}}
     monkeypatch.setattr(study, "GROUPS", groups)
     (tmp_path / "a.jsonl").write_text('{"prompt": 0, "answer_ids": [4]}\n')
-    (tmp_path / "p.jsonl").write_text('{"turns": ["abc"]}\n')
+    lines = [{"turns": [text]} for text in ("abc", "def", "gh", "ij", "klm", "no")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(tmp_path)
     return trained
 
@@ -87,7 +88,11 @@ def test_a_study_is_written_resumed_and_drawn(tiny_study, tmp_path, capsys):
             assert case["tau"][source] == round(sum(plain[source]) / sum(rounds), 4)
     assert (report["conversations"], report["answers"]) == (1, {"one": 2, "two": 2})
     assert study_report.study_tables(report) in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["study_block.png", "study_positions.png"]
+    plots = ["block", "positions", "reliability", "thresholds"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [f"study_{name}.png" for name in plots]
+    assert report["confidence"]["calibration_prompts"] == 5
+    unseen = (tmp_path / "work" / "calibration_prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["turns"] for line in unseen] == [["def"], ["gh"], ["ij"], ["klm"], ["no"]]
     assert len(tiny_study) == 4
     study.run(options(tmp_path, *more))
     assert len(tiny_study) == 4  # nothing is trained again
@@ -105,7 +110,9 @@ def test_other_evaluation_prompts_are_refused(tiny_study, tmp_path):
 
 def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "evaluation_sets", lambda _: {"one": []})
-    monkeypatch.setattr(study, "num_answers", lambda *_: 1)
+    (tmp_path / "p").write_text('{"turns": ["a"]}\n{"turns": ["b"]}\n')
+    (tmp_path / "a").write_text('{"prompt": 0, "answer_ids": [4]}\n')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     arguments = ["--prompts", "p", "--answers", "a", "--groups", "main", "--work", str(tmp_path)]
     assert study.main(arguments) == 2
@@ -113,10 +120,10 @@ def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_answers_to_other_prompts_are_refused_before_anything_is_made(tiny_study, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"prompt": 1, "answer_ids": [4]}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": 6, "answer_ids": [4]}\n')
     arguments = ["--prompts", "p.jsonl", "--answers", "a.jsonl", "--work", str(tmp_path / "work")]
     assert study.main(arguments) == 2
-    assert "`p.jsonl` has 1" in capsys.readouterr().err
+    assert "`p.jsonl` has 6" in capsys.readouterr().err
     assert study.main([*arguments[:3], "missing.jsonl"]) == 2
     assert "missing.jsonl" in capsys.readouterr().err
     assert not tiny_study
