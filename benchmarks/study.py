@@ -64,6 +64,7 @@ DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
     "rounds": "of each answer, by set; `answer_tokens` are the tokens that they yield",
+    "curve": "training steps, and tau of whole blocks at random anchors over the steps since the entry before",
     "train_seconds": "wall time of the training's last start, other work on the machine included",
 }
 
@@ -212,8 +213,15 @@ def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> l
             drafter = architecture.from_pretrained(folder / "drafter", dtype=torch.bfloat16).eval()
             found = {"settings": settings, "train_seconds": round(seconds, 1), **measure(drafter, target, sets)}
             write_atomically(record, json.dumps(found, indent=1) + "\n")
-        results.append({"group": group, "drafter": name, **found})
+        results.append({"group": group, "drafter": name, **found, "curve": learning_curve(folder)})
     return results
+
+
+def learning_curve(folder: Path) -> list[list[float]]:
+    """Steps of a training, and the greedy accepted length of a block over the steps since the last entry."""
+    log = folder / "log.jsonl"
+    entries = read_jsonl(log) if log.is_file() else []
+    return [[entry["step"], entry["tau_greedy"]] for entry in entries if "tau_greedy" in entry]
 
 
 def confidence(options: argparse.Namespace, unseen: list[dict[str, Any]]) -> dict[str, Any]:

@@ -101,6 +101,15 @@ def confidence_tables(confidence: dict[str, Any]) -> list[str]:
     return [calibration_table(report), threshold_table(report)]
 
 
+def curve_table(results: Sequence[dict[str, Any]], steps: Sequence[int]) -> str:
+    """Accepted length in training at some steps as Markdown, and DSpark's over that of the last drafter compared."""
+    curves = {case["drafter"]: dict(case["curve"]) for case in results if case["group"] == "main"}
+    rows = [[name, *(f"{curve[step]:.3f}" for step in steps)] for name, curve in curves.items()]
+    ours, other = (curves[name] for name in COMPARED)
+    rows.append([f"{OURS} over {COMPARED[1]}", *(f"{ours[step] / other[step] - 1:+.1%}" for step in steps)])
+    return markdown_table(["drafter", *steps], rows)
+
+
 def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Conditional acceptance from slot 0 to the last that was tried, by drafter."""
     return {
@@ -111,7 +120,7 @@ def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by slot, and accepted length by depth and by block size."""
+    """Conditional acceptance by slot; accepted length by step of training, by depth and by block size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,7 +129,11 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [case for case in results if len(case.get("acceptance", ())) > 1]
     positions = {name: list(enumerate(values)) for name, values in position_lines(drawn).items()}
-    figures: dict[str, Any] = {"study_positions": ("slot", "conditional acceptance", positions)}
+    curves = {case["drafter"]: case["curve"] for case in results if case["group"] == "main" and case["curve"]}
+    figures: dict[str, Any] = {
+        "study_positions": ("slot", "conditional acceptance", positions),
+        "study_curves": ("step", "accepted length in training", curves),
+    }
     for name, field, across in (("depth", "num_draft_layers", "draft layers"), ("block", "block_size", "block size")):
         figures[f"study_{name}"] = (across, "accepted length", _lines_by(results, name, field))
     written = []

@@ -122,7 +122,13 @@ def build_drafter(
     architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        drafter = architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        if drafter.config.confidence_temperatures is not None:
+            logger.warning(
+                "Its `confidence_temperatures` do not fit a drafter that changes, and are left out: calibrate it."
+            )
+            drafter.config.confidence_temperatures = None
+        return drafter
     config = fresh_config(arguments, target, tokenizer)
     drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
@@ -254,10 +260,11 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     """Write the drafter for use, its adapters if it has any, and the log; by one process."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
+    found = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
     if not trainer.is_world_process_zero():
         return
-    trained: Any = trainer.accelerator.unwrap_model(trainer.model)
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}  # `torch_compile` adds it
+    trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if adapters is not None:
         save_adapter(trained, adapters, folder / "adapter")
         merge_lora(trained)

@@ -412,6 +412,31 @@ class TestTrain:
         for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
             assert torch.equal(one, other), name
 
+    def test_temperatures_of_the_drafter_before_are_left_out(self, workspace, caplog):
+        main(train_flags(workspace, "base", max_steps=1))
+        folder = workspace / "base" / "drafter"
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"confidence_temperatures": [2.0] * 3}))
+        trained = main(train_flags(workspace, "more", drafter=folder, max_steps=1))
+        assert trained.config.confidence_temperatures is None
+        assert "calibrate it" in caplog.text
+        assert json.loads((folder / "config.json").read_text())["confidence_temperatures"] == [2.0] * 3
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("head", ["vanilla", "rnn"])
+    def test_compiled_training_gives_the_same_drafter_and_resumes(self, workspace, head):
+        shared = {"markov_head_type": head, "gradient_checkpointing": str(head == "rnn").lower()}
+        plain = main(train_flags(workspace, "plain", **shared))
+        main(train_flags(workspace, "compiled", torch_compile="true", **shared))
+        compiled = DSparkModel.from_pretrained(workspace / "compiled" / "drafter").state_dict()
+        for name, weight in plain.state_dict().items():
+            assert_close(compiled[name], weight, atol=1e-4, rtol=1e-3, msg=name)
+        shutil.rmtree(workspace / "compiled" / "checkpoint-10")
+        again = {"torch_compile": "true", "resume_from_checkpoint": "true"}
+        main(train_flags(workspace, "compiled", **again, **shared))
+        for name, weight in DSparkModel.from_pretrained(workspace / "compiled" / "drafter").state_dict().items():
+            assert_close(weight, compiled[name], atol=1e-5, rtol=1e-4, msg=name)
+
     def test_adapters_need_a_drafter(self, workspace):
         with pytest.raises(ValueError, match="say which with `drafter`"):
             main(train_flags(workspace, "run", peft="lora"))
