@@ -24,6 +24,7 @@ from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
+from training.commands import run_command
 from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
@@ -151,9 +152,7 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
 
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
-    drafter_arguments, data, training = parse_arguments(
-        sys.argv[1:] if argv is None else argv, __doc__.split("\n\n")[0]
-    )
+    drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
@@ -268,7 +267,7 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        main,
+        when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+    )
