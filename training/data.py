@@ -180,6 +180,14 @@ def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel)
         )
 
 
+def num_answers_with(token: int, conversations: Sequence[Conversation]) -> int:
+    """The number of conversations in which an answer holds `token`."""
+    return sum(
+        bool((torch.tensor(conversation.input_ids)[conversation.response_mask] == token).any())
+        for conversation in conversations
+    )
+
+
 def choose_draft_vocabulary(
     conversations: Sequence[Conversation], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> tuple[torch.Tensor, float]:
@@ -203,4 +211,4 @@ def choose_draft_vocabulary(
     return chosen, float(counts[chosen].sum() / counts.sum())
 
 
-__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations"]
+__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations", "num_answers_with"]

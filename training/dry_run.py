@@ -116,7 +116,10 @@ def given_config(drafter: str) -> DSparkConfig:
     try:
         return DSparkConfig.from_pretrained(drafter)
     except OSError as error:
-        raise ValueError(f"`drafter`: `{drafter}` has no config ({str(error).splitlines()[0]}).") from error
+        raise ValueError(
+            f"`drafter`: there is no config in a folder `{drafter}`, nor on the Hub as far as it can be reached "
+            f"({str(error).splitlines()[0]})."
+        ) from error
 
 
 def dry_run(

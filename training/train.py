@@ -25,7 +25,7 @@ from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
 from training.commands import run_command
-from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
+from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
 from training.feature_cache import FeatureCache
@@ -83,18 +83,25 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
+def check_mask_token(arguments: DrafterArguments) -> None:
+    """Refuse a new drafter without a `mask_token_id`, before anything is read."""
+    if arguments.drafter is None and arguments.mask_token_id is None:
+        raise ValueError(
+            "`mask_token_id` is required for a new drafter: a token id that the target never produces, like a reserved token "
+            "of its tokenizer, or an id behind the tokenizer's last that the target's `vocab_size` has room for."
+        )
+
+
 def fresh_config(
     arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> DSparkConfig:
     """Configuration of a new drafter.
 
     Raises:
-        ValueError: without a `mask_token_id`, or if the arguments make no drafter for this target.
+        ValueError: if the arguments make no drafter for this target.
     """
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
-    if arguments.mask_token_id is None:
-        raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
     return config_for_target(
         target,
         tokenizer,
@@ -123,8 +130,17 @@ def build_drafter(
     architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        drafter = architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        made_for = drafter.config.target_name_or_path
+        if made_for not in (None, arguments.target):
+            logger.warning(f"It was made for `{made_for}`; `target` is `{arguments.target}`.")
+        return drafter
     config = fresh_config(arguments, target, tokenizer)
+    if found := num_answers_with(config.mask_token_id, conversations):
+        logger.warning(
+            f"`mask_token_id`: {found} of {len(conversations)} conversations have token {config.mask_token_id} in an answer. "
+            "Choose one that the target never produces."
+        )
     drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
         text = target.config.get_text_config()
@@ -153,6 +169,7 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    check_mask_token(drafter_arguments)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
@@ -214,6 +231,11 @@ def make_trainer(
     """The trainer, with the conversations split for training and evaluation."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
+    if eval_indices and training.eval_strategy == "no":
+        logger.warning(
+            f"{len(eval_indices)} conversations are held out and not measured: pass `--eval_strategy epoch` (or `steps`), "
+            "or `--num_eval_conversations 0` to train on them too."
+        )
     return DSparkTrainer(
         model=drafter,
         args=training,
@@ -236,6 +258,11 @@ def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel
             raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
     if resume:
         check_resumed(Path(resume), drafter)
+    elif any(Path(training.output_dir).glob("checkpoint-*")):
+        logger.warning(
+            f"`{training.output_dir}` holds checkpoints of an earlier run. This run begins anew and writes over them; "
+            "`--resume_from_checkpoint true` goes on from the last one."
+        )
     return resume
 
 
@@ -264,6 +291,7 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     trained.save_pretrained(folder / "drafter", state_dict=state)
     log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
     (folder / "log.jsonl").write_text(log)
+    logger.warning(f"The drafter is in `{folder / 'drafter'}`.")
 
 
 if __name__ == "__main__":

@@ -92,14 +92,15 @@ def test_a_drafter_for_a_target_with_two_kinds_of_rotation_takes_the_global_one(
 
 class TestWrongArguments:
     def test_a_target_that_cannot_be_reached(self, tmp_path):
+        dry = ["--mask_token_id", "3", "--dry_run"]
         with pytest.raises(ValueError, match="`target_shape`"):
-            main(["--target", "nobody/nothing", "--mask_token_id", "3", "--dry_run"])
+            main(["--target", "nobody/nothing", *dry])
         for content in ("[]", '{"hidden_size": 3}'):
             (tmp_path / "shape.json").write_text(content)
             with pytest.raises(ValueError, match="model_type"):
-                main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "shape.json"), "--dry_run"])
+                main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "shape.json"), *dry])
         with pytest.raises(ValueError, match="needs a JSON file"):
-            main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "none.json"), "--dry_run"])
+            main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "none.json"), *dry])
 
     def test_a_dtype_that_there_is_not(self):
         with pytest.raises(ValueError, match="`target_dtype`.*'float3'"):
