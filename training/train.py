@@ -126,7 +126,7 @@ def build_drafter(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
 ) -> DSparkModel:
-    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    """A drafter to start from: a given one, uncalibrated, or a fresh one with its draft vocabulary and warm start."""
     architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
@@ -134,6 +134,7 @@ def build_drafter(
         made_for = drafter.config.target_name_or_path
         if made_for not in (None, arguments.target):
             logger.warning(f"It was made for `{made_for}`; `target` is `{arguments.target}`.")
+        drafter.config.confidence_temperatures = None  # they belong to the confidence head as it was
         return drafter
     config = fresh_config(arguments, target, tokenizer)
     if found := num_answers_with(config.mask_token_id, conversations):

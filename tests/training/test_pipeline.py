@@ -401,6 +401,18 @@ class TestTrain:
         assert caplog.text.count("held out and not measured") == 1
         assert "This run begins anew and writes over them; `--resume_from_checkpoint true`" in caplog.text
 
+    def test_temperatures_of_the_old_confidence_head_are_not_kept(self, workspace):
+        """They were fitted to another head; the drafter's own folder keeps them."""
+        main(train_flags(workspace, "base", max_steps=1))
+        folder = workspace / "base" / "drafter"
+        config = json.loads((folder / "config.json").read_text()) | {"confidence_temperatures": [2.0, 2.0, 2.0]}
+        (folder / "config.json").write_text(json.dumps(config))
+        for name, changes in {"whole": {}, "adapted": {"peft": "lora", "lora_rank": 2}}.items():
+            main(train_flags(workspace, name, drafter=folder, max_steps=1, **changes))
+            trained = DSparkModel.from_pretrained(workspace / name / "drafter").config
+            assert trained.confidence_temperatures is None
+        assert DSparkModel.from_pretrained(folder).config.confidence_temperatures == [2.0, 2.0, 2.0]
+
     def test_a_drafter_made_for_a_target_of_another_name_is_said(self, workspace, caplog):
         main(train_flags(workspace, "base", max_steps=1))
         shutil.copytree(workspace / "target", workspace / "copy")
