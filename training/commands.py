@@ -10,7 +10,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def run_command(command: Callable[[], object], *, when_interrupted: str) -> None:
-    """Run a command; a user's mistake ends it with status 1 and its message, Ctrl-C with 130 and how to go on.
+    """Run a command; a user's mistake, or a file or Hub that fails, ends it with status 1 and a message, Ctrl-C with 130.
 
     Args:
         command (`Callable[[], object]`): The command.
@@ -18,7 +18,7 @@ def run_command(command: Callable[[], object], *, when_interrupted: str) -> None
     """
     try:
         command()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         sys.stderr.write(f"\ninterrupted: {when_interrupted}\n")

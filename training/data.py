@@ -106,6 +106,10 @@ def _first_turns(prompts_file: str, tokenizer: PreTrainedTokenizerBase) -> Calla
     rendered: dict[int, list[int]] = {}
 
     def first_turn(index: int, path: str) -> list[int]:
+        if not prompts_file:
+            raise ValueError(
+                f"`{path}`: its answers do not hold `prompt_ids`; pass the file of the prompts that they answer as `prompts`."
+            )
         if not prompts:
             prompts.extend(read_prompts(prompts_file))
         if not 0 <= index < len(prompts):

@@ -38,7 +38,7 @@ from training.initialization import (
     warm_start,
 )
 from training.packing import check_packing
-from training.targets import load_target, load_tokenizer
+from training.targets import is_missing_folder, load_target, load_tokenizer
 from training.train_options import DataArguments, DrafterArguments, parse_arguments
 from training.trainer import DSparkTrainer
 
@@ -83,8 +83,16 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
-def check_mask_token(arguments: DrafterArguments) -> None:
-    """Refuse a new drafter without a `mask_token_id`, before anything is read."""
+def check_given(arguments: DrafterArguments, data: DataArguments | None) -> None:
+    """Refuse, before anything is read, a new drafter without a `mask_token_id`, and `data` without answers.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    if data is not None and not data.answers:
+        raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
+    if arguments.drafter is not None and is_missing_folder(arguments.drafter):
+        raise ValueError(f"`drafter`: there is no folder `{arguments.drafter}`.")
     if arguments.drafter is None and arguments.mask_token_id is None:
         raise ValueError(
             "`mask_token_id` is required for a new drafter: a token id that the target never produces, like a reserved token "
@@ -164,13 +172,14 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
     else:
         config = given_config(arguments.drafter)
     check_target(target, config)
-    return dry_run(target, config, training, max_length=data.max_length)
+    lora_rank = arguments.lora_rank if arguments.peft else None
+    return dry_run(target, config, training, max_length=data.max_length, lora_rank=lora_rank)
 
 
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    check_mask_token(drafter_arguments)
+    check_given(drafter_arguments, None if training.dry_run else data)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))

@@ -18,6 +18,10 @@ def test_a_mistake_is_a_message_and_no_traceback():
     assert ends_with(ValueError("`limit` must be at least 1, got 0.")) == "error: `limit` must be at least 1, got 0."
 
 
+def test_a_file_or_a_hub_that_fails_is_a_message():
+    assert ends_with(OSError("no space left")) == "error: no space left"
+
+
 def test_ctrl_c_says_how_to_go_on(capsys):
     assert ends_with(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "\ninterrupted: the same command goes on.\n"

@@ -382,6 +382,13 @@ class TestTrain:
         with pytest.raises(ValueError, match="`mask_token_id` is required"):
             main(train_flags(workspace, "run", mask_token_id=None, **missing))
 
+    def test_answers_and_their_prompts_are_needed(self, workspace):
+        with pytest.raises(ValueError, match="`answers` is required"):
+            main(train_flags(workspace, "run", answers=None, target=workspace / "none"))
+        (workspace / "old.jsonl").write_text('{"prompt": 0, "answer_ids": [5, 6, 7]}\n')
+        with pytest.raises(ValueError, match="do not hold `prompt_ids`.* as `prompts`"):
+            main(train_flags(workspace, "run", answers=workspace / "old.jsonl", prompts=None))
+
     def test_a_mask_token_that_the_target_produces_is_said(self, workspace, caplog):
         main(train_flags(workspace, "unused", max_steps=1))
         assert "`mask_token_id`" not in caplog.text
