@@ -28,6 +28,7 @@ from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.target_dspark import check_target
 from training.calibration import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
 from training.calibration_outputs import table, write_outputs, write_temperatures
+from training.commands import run_command
 from training.features import fingerprint
 from training.regenerate import from_command_line, prompt_ids, read_jsonl
 from training.rounds import Prompt, join, make_engine, record, record_to_file
@@ -227,6 +228,8 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     _warn(report)
     if not arguments.dry_run and _helps(report):
         write_temperatures(Path(arguments.drafter), temperatures)
+        tqdm.write(f"`confidence_temperatures` are in `{Path(arguments.drafter) / 'config.json'}`")
+    tqdm.write(f"written to {output}")
     return report
 
 
@@ -265,7 +268,7 @@ def _warn(report: CalibrationReport) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        lambda: calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__)),
+        when_interrupted="what is recorded is kept, and the same command goes on from it.",
+    )

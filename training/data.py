@@ -106,6 +106,10 @@ def _first_turns(prompts_file: str, tokenizer: PreTrainedTokenizerBase) -> Calla
     rendered: dict[int, list[int]] = {}
 
     def first_turn(index: int, path: str) -> list[int]:
+        if not prompts_file:
+            raise ValueError(
+                f"`{path}`: its answers do not hold `prompt_ids`; pass the file of the prompts that they answer as `prompts`."
+            )
         if not prompts:
             prompts.extend(read_prompts(prompts_file))
         if not 0 <= index < len(prompts):
@@ -180,6 +184,14 @@ def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel)
         )
 
 
+def num_answers_with(token: int, conversations: Sequence[Conversation]) -> int:
+    """The number of conversations in which an answer holds `token`."""
+    return sum(
+        bool((torch.tensor(conversation.input_ids)[conversation.response_mask] == token).any())
+        for conversation in conversations
+    )
+
+
 def choose_draft_vocabulary(
     conversations: Sequence[Conversation], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> tuple[torch.Tensor, float]:
@@ -203,4 +215,4 @@ def choose_draft_vocabulary(
     return chosen, float(counts[chosen].sum() / counts.sum())
 
 
-__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations"]
+__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations", "num_answers_with"]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from modeling_dspark import DSparkModel
 from training.calibrate import load_fitting_target, recording_settings
+from training.commands import run_command
 from training.environment import environment
 from training.evaluation_outputs import markdown, write_report
 from training.evaluation_report import POOLED, EvalReport, SetReport, set_report
@@ -219,6 +220,7 @@ def evaluate(arguments: EvaluateArguments) -> EvalReport:
     rounds = join(list(records.values()), evaluation.drafter.config.block_size)
     write_report(output, report, rounds if evaluation.has_confidence else None)
     tqdm.write(markdown(report))
+    tqdm.write(f"written to {output}")
     return report
 
 
@@ -280,7 +282,7 @@ def notes(evaluation: Evaluation, figures: dict[str, SetReport]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        lambda: evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__)),
+        when_interrupted="what is recorded is kept, and the same command goes on from it.",
+    )

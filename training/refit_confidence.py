@@ -27,6 +27,7 @@ from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.commands import run_command
 from training.regenerate import from_command_line, write_atomically
 from training.rounds import Prompt, make_engine, record
 
@@ -35,9 +36,11 @@ from training.rounds import Prompt, make_engine, record
 class RefitArguments(CalibrateArguments):
     """Arguments of `python -m training.refit_confidence`; those of calibration, where they apply."""
 
-    output: str = field(
-        default="", metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."}
-    )
+    drafter: str = field(metadata={"help": "Local folder of the drafter; nothing in it is changed."})
+    output: str = field(metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."})
+    holdout: float = field(default=0.5, metadata={"help": "Share of the slots to measure on instead of to fit on."})
+    seed: int = field(default=0, metadata={"help": "Seed of the answers when sampling."})
+    dry_run: bool = field(default=False, metadata={"help": "Fit and measure, and write nothing."})
     weight_decay: float = field(default=1e-4, metadata={"help": "L2 penalty on the change of the head's weights."})
     overwrite: bool = field(default=False, metadata={"help": "Replace a drafter that is in `output` already."})
 
@@ -158,6 +161,7 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
         )
     if not arguments.dry_run:
         _save(arguments, fitted, report)
+        tqdm.write(f"written to {arguments.output}")
     return report
 
 
@@ -206,7 +210,7 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
 
 
 if __name__ == "__main__":
-    try:
-        refit(from_command_line(RefitArguments, "refit_confidence", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        lambda: refit(from_command_line(RefitArguments, "refit_confidence", __doc__)),
+        when_interrupted="nothing is written; rounds are not kept, so the same command begins anew.",
+    )

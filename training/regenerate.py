@@ -15,7 +15,6 @@ same arguments; answers already there are never made again. With an `--output` t
 also receives the answers as a `datasets` dataset and a dataset card.
 """
 
-import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers.utils import logging
 
 from training.answering import answers_of_target
 from training.cards import settings_of, write_dataset, write_provenance
+from training.commands import HelpFormatter, run_command
 from training.files import JsonlAppender, read_jsonl, write_atomically
 from training.plan import Answer, Answers, Request, key_of, plan_batches, plan_requests
 from training.prompts import check_thinking, prompt_ids, read_prompts
@@ -38,17 +38,13 @@ from training.targets import load_tokenizer
 logger = logging.get_logger("training.regenerate")
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults of the arguments, and the description as it is written."""
-
-
 def from_command_line(arguments: type, command: str, doc: str) -> Any:
     """Arguments of `python -m training.<command>`, whose `--help` begins with its module's `doc`: use and examples."""
     parser = HfArgumentParser(
         arguments,  # type: ignore[arg-type]  # a dataclass
         prog=f"python -m training.{command}",
         description=doc,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
     )
     return parser.parse_args_into_dataclasses()[0]
 
@@ -118,7 +114,7 @@ __all__ = [
 
 
 if __name__ == "__main__":
-    try:
-        regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        lambda: regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__)),
+        when_interrupted="finished answers are kept, and the same command goes on after them.",
+    )

@@ -29,6 +29,7 @@ __all__ = [
     "EMBEDDED_TARGET",
     "cache_directory",
     "chat_template_hash",
+    "is_missing_folder",
     "load_target",
     "load_tokenizer",
     "resolve_target",
@@ -46,9 +47,21 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
+def is_missing_folder(name_or_path: str) -> bool:
+    """Whether this cannot be a Hub id, which is `name` or `owner/name`, and is no folder either."""
+    is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
+    return is_path and not Path(name_or_path).is_dir()
+
+
 def resolve_target(name_or_path: str) -> str:
-    """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged."""
+    """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged.
+
+    Raises:
+        ValueError: for a folder that is not there.
+    """
     if name_or_path != EMBEDDED_TARGET:
+        if is_missing_folder(name_or_path):
+            raise ValueError(f"`target`: there is no folder `{name_or_path}`.")
         return name_or_path
     folder = cache_directory() / "targets" / f"{EMBEDDED_TARGET}-{_GGUF_SHA256}"
     if not (folder / "config.json").is_file():

@@ -24,7 +24,8 @@ from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
-from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
+from training.commands import run_command
+from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
 from training.feature_cache import FeatureCache
@@ -37,7 +38,7 @@ from training.initialization import (
     warm_start,
 )
 from training.packing import check_packing
-from training.targets import load_target, load_tokenizer
+from training.targets import is_missing_folder, load_target, load_tokenizer
 from training.train_options import DataArguments, DrafterArguments, parse_arguments
 from training.trainer import DSparkTrainer
 
@@ -82,18 +83,33 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
+def check_given(arguments: DrafterArguments, data: DataArguments | None) -> None:
+    """Refuse, before anything is read, a new drafter without a `mask_token_id`, and `data` without answers.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    if data is not None and not data.answers:
+        raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
+    if arguments.drafter is not None and is_missing_folder(arguments.drafter):
+        raise ValueError(f"`drafter`: there is no folder `{arguments.drafter}`.")
+    if arguments.drafter is None and arguments.mask_token_id is None:
+        raise ValueError(
+            "`mask_token_id` is required for a new drafter: a token id that the target never produces, like a reserved token "
+            "of its tokenizer, or an id behind the tokenizer's last that the target's `vocab_size` has room for."
+        )
+
+
 def fresh_config(
     arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> DSparkConfig:
     """Configuration of a new drafter.
 
     Raises:
-        ValueError: without a `mask_token_id`, or if the arguments make no drafter for this target.
+        ValueError: if the arguments make no drafter for this target.
     """
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
-    if arguments.mask_token_id is None:
-        raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
     return config_for_target(
         target,
         tokenizer,
@@ -118,18 +134,26 @@ def build_drafter(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
 ) -> DSparkModel:
-    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    """A drafter to start from: a given one, uncalibrated, or a fresh one with its draft vocabulary and warm start."""
     architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
         drafter = architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        made_for = drafter.config.target_name_or_path
+        if made_for not in (None, arguments.target):
+            logger.warning(f"It was made for `{made_for}`; `target` is `{arguments.target}`.")
         if drafter.config.confidence_temperatures is not None:
             logger.warning(
-                "Its `confidence_temperatures` do not fit a drafter that changes, and are left out: calibrate it."
+                "Its `confidence_temperatures` belong to its confidence head as it was: calibrate the new one."
             )
             drafter.config.confidence_temperatures = None
         return drafter
     config = fresh_config(arguments, target, tokenizer)
+    if found := num_answers_with(config.mask_token_id, conversations):
+        logger.warning(
+            f"`mask_token_id`: {found} of {len(conversations)} conversations have token {config.mask_token_id} in an answer. "
+            "Choose one that the target never produces."
+        )
     drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
         text = target.config.get_text_config()
@@ -152,14 +176,14 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
     else:
         config = given_config(arguments.drafter)
     check_target(target, config)
-    return dry_run(target, config, training, max_length=data.max_length)
+    lora_rank = arguments.lora_rank if arguments.peft else None
+    return dry_run(target, config, training, max_length=data.max_length, lora_rank=lora_rank)
 
 
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
-    drafter_arguments, data, training = parse_arguments(
-        sys.argv[1:] if argv is None else argv, __doc__.split("\n\n")[0]
-    )
+    drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    check_given(drafter_arguments, None if training.dry_run else data)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
@@ -221,6 +245,11 @@ def make_trainer(
     """The trainer, with the conversations split for training and evaluation."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
+    if eval_indices and training.eval_strategy == "no":
+        logger.warning(
+            f"{len(eval_indices)} conversations are held out and not measured: pass `--eval_strategy epoch` (or `steps`), "
+            "or `--num_eval_conversations 0` to train on them too."
+        )
     return DSparkTrainer(
         model=drafter,
         args=training,
@@ -243,6 +272,11 @@ def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel
             raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
     if resume:
         check_resumed(Path(resume), drafter)
+    elif any(Path(training.output_dir).glob("checkpoint-*")):
+        logger.warning(
+            f"`{training.output_dir}` holds checkpoints of an earlier run. This run begins anew and writes over them; "
+            "`--resume_from_checkpoint true` goes on from the last one."
+        )
     return resume
 
 
@@ -272,10 +306,11 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     trained.save_pretrained(folder / "drafter", state_dict=state)
     log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
     (folder / "log.jsonl").write_text(log)
+    logger.warning(f"The drafter is in `{folder / 'drafter'}`.")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(
+        main,
+        when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+    )

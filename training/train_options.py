@@ -12,6 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from training.arguments import DSparkTrainingArguments
+from training.commands import HelpFormatter
 from training.targets import EMBEDDED_TARGET
 
 
@@ -43,7 +44,9 @@ class DrafterArguments:
     )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
     num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})
-    mask_token_id: int | None = field(default=None, metadata={"help": "A token the target never produces."})
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "A token the target never produces; a new drafter needs one."}
+    )
     markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 = none."})
     markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
     confidence_head: bool = field(default=True, metadata={"help": "Whether to train a confidence head."})
@@ -107,7 +110,9 @@ def parse_arguments(
         ValueError: for an unknown key in the YAML file, naming it.
     """
     groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
-    parser = HfArgumentParser(groups, description=description)
+    parser = HfArgumentParser(
+        groups, prog="python -m training.train", description=description, formatter_class=HelpFormatter
+    )
     argv = list(argv)
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
