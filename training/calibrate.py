@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,10 +29,11 @@ from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.target_dspark import check_target
 from training.calibration import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
 from training.calibration_outputs import table, write_outputs, write_temperatures
+from training.commands import exit_status
 from training.features import fingerprint
 from training.regenerate import from_command_line, prompt_ids, read_jsonl
 from training.rounds import Prompt, join, make_engine, record, record_to_file
-from training.targets import chat_template_hash, load_target, load_tokenizer
+from training.targets import chat_template_hash, check_device, load_target, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -68,6 +70,7 @@ class CalibrateArguments:
             raise ValueError(f"`holdout` must lie between 0 and 1, got {self.holdout}.")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {self.dtype!r}.")
+        check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The reliability diagram needs matplotlib: `pip install matplotlib`.")
 
@@ -265,7 +268,4 @@ def _warn(report: CalibrationReport) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(exit_status(lambda: calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__))))

@@ -12,6 +12,7 @@ with the same arguments.
 
 import importlib.util
 import math
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from modeling_dspark import DSparkModel
 from training.calibrate import load_fitting_target, recording_settings
+from training.commands import exit_status
 from training.environment import environment
 from training.evaluation_outputs import markdown, write_report
 from training.evaluation_report import POOLED, EvalReport, SetReport, set_report
@@ -36,6 +38,7 @@ from training.evaluation_runs import (
 )
 from training.regenerate import from_command_line
 from training.rounds import join
+from training.targets import check_device
 
 
 Records = dict[int, dict[str, Any]]
@@ -80,6 +83,7 @@ class EvaluateArguments:
             raise ValueError(f"`thresholds` must be one or more numbers in [0, 1], got {self.thresholds}.")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {self.dtype!r}.")
+        check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install matplotlib`.")
 
@@ -280,7 +284,4 @@ def notes(evaluation: Evaluation, figures: dict[str, SetReport]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(exit_status(lambda: evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__))))

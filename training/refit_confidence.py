@@ -11,6 +11,7 @@ afterwards, on other prompts (`python -m training.calibrate`).
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.commands import exit_status
 from training.regenerate import from_command_line, write_atomically
 from training.rounds import Prompt, make_engine, record
 
@@ -206,7 +208,4 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
 
 
 if __name__ == "__main__":
-    try:
-        refit(from_command_line(RefitArguments, "refit_confidence", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(exit_status(lambda: refit(from_command_line(RefitArguments, "refit_confidence", __doc__))))

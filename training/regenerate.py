@@ -17,6 +17,7 @@ also receives the answers as a `datasets` dataset and a dataset card.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers.utils import logging
 
 from training.answering import answers_of_target
 from training.cards import settings_of, write_dataset, write_provenance
+from training.commands import exit_status
 from training.files import JsonlAppender, read_jsonl, write_atomically
 from training.plan import Answer, Answers, Request, key_of, plan_batches, plan_requests
 from training.prompts import check_thinking, prompt_ids, read_prompts
@@ -118,7 +120,4 @@ __all__ = [
 
 
 if __name__ == "__main__":
-    try:
-        regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(exit_status(lambda: regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__))))

@@ -24,6 +24,7 @@ from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
+from training.commands import exit_status
 from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
@@ -268,7 +269,4 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(exit_status(main))
