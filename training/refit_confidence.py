@@ -49,9 +49,10 @@ class RefitArguments(CalibrateArguments):
             raise ValueError("`output` must name a folder for the refitted drafter.")
         if Path(self.output).resolve() == Path(self.drafter).resolve():
             raise ValueError(f"`output` (`{self.output}`) is the drafter's own folder; choose another one.")
-        if (Path(self.output) / "model.safetensors").exists() and not self.overwrite:
+        theirs = [name for name in ("config.json", "model.safetensors") if (Path(self.output) / name).exists()]
+        if theirs and not self.overwrite:
             raise ValueError(
-                f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder."
+                f"`output` (`{self.output}`) holds a drafter already, {theirs}; pass `--overwrite`, or another folder."
             )
         if Path(self.drafter).is_dir() and not (Path(self.drafter) / "model.safetensors").is_file():
             raise ValueError(
@@ -202,8 +203,11 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
     # The config first: an old head without temperatures does no harm, a new one with old temperatures would.
     write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
     partial = output / ".model.safetensors.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    partial.replace(output / "model.safetensors")
+    try:
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.replace(output / "model.safetensors")
+    finally:
+        partial.unlink(missing_ok=True)
     write_atomically(output / "refit_confidence.json", json.dumps(report, indent=2) + "\n")
 
 
