@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,32 @@ def write_atomically(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Hold a folder or a file for this process; the system lets go of it when the process ends.
+
+    Raises:
+        ValueError: if another process holds it (not seen on Windows).
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _lock(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
+        except BlockingIOError as error:
+            raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
+
+
 class JsonlAppender:
     """Appends records to a JSONL file, each of them with one call of the operating system, for use in a `with` block.
 
@@ -67,12 +95,11 @@ class JsonlAppender:
 
     def __init__(self, path: Path):
         self._file = path.open("ab", buffering=0)
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
-            except BlockingIOError as error:
-                self._file.close()
-                raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
+        try:
+            _lock(self._file.fileno(), path)
+        except ValueError:
+            self._file.close()
+            raise
         self._path, self._at_line_start = path, False
 
     def __enter__(self) -> "JsonlAppender":
@@ -104,4 +131,4 @@ class JsonlAppender:
         self._at_line_start = True
 
 
-__all__ = ["JsonlAppender", "read_jsonl", "write_atomically"]
+__all__ = ["JsonlAppender", "only_writer", "read_jsonl", "write_atomically"]
