@@ -85,7 +85,8 @@ def answers_in(path: Path) -> Answers:
         ValueError: if it holds anything else, naming what.
     """
     answers = {}
-    for record in read_jsonl(path):
+    records: list[Any] = read_jsonl(path)
+    for record in records:
         fields: Any = record if isinstance(record, dict) else {}
         ids = fields.get("answer_ids")
         place = [fields.get("prompt"), fields.get("sample", 0), fields.get("turn", 0)]
@@ -147,7 +148,7 @@ def plan_requests(
 
 def _answered_in(path: str) -> set[int]:
     records: list[Any] = read_jsonl(path)
-    places = {record.get("prompt") if isinstance(record, dict) else None for record in records}
+    places: set[Any] = {record.get("prompt") if isinstance(record, dict) else None for record in records}
     if not all(isinstance(place, int) for place in places):
         raise ValueError(f"`skip_answered_in`: not every line of `{path}` has the number of a `prompt`.")
     return places

@@ -19,13 +19,13 @@ _SHAPE = (
 )
 
 
-def checkpoint_to_resume(folder: Path, resume: str | bool | None) -> Path | None:
+def checkpoint_to_resume(folder: Path, resume: str | None) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` asks for; none for a run that begins in `folder`.
 
     Raises:
         ValueError: if there is no such checkpoint, or a run that begins would mix with another one.
     """
-    if resume is None or str(resume).lower() == "false":
+    if resume is None or resume.lower() == "false":
         last = last_whole_checkpoint(folder)
         found = [path.name for path in (last, folder / "drafter", folder / "adapter") if path and path.exists()]
         if found:
@@ -34,7 +34,7 @@ def checkpoint_to_resume(folder: Path, resume: str | bool | None) -> Path | None
                 "`--resume_from_checkpoint true`, choose another folder, or remove this one."
             )
         return None
-    if str(resume).lower() == "true":
+    if resume.lower() == "true":
         last = last_whole_checkpoint(folder)
         if last is None:
             raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{folder}`.")
