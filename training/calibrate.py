@@ -70,7 +70,6 @@ class CalibrateArguments:
             raise ValueError(f"`holdout` must lie between 0 and 1, got {self.holdout}.")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {self.dtype!r}.")
-        check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The reliability diagram needs matplotlib: `pip install matplotlib`.")
 
@@ -89,6 +88,7 @@ class AnswerArguments(Protocol):
 
 def load_drafter(arguments: CalibrateArguments) -> DSparkModel:
     """The drafter; refuses one that has no confidence head, or whose config would not keep temperatures."""
+    check_device(arguments.device)
     path = Path(arguments.drafter) / "config.json"
     if not path.is_file():
         raise ValueError(

@@ -83,7 +83,6 @@ class EvaluateArguments:
             raise ValueError(f"`thresholds` must be one or more numbers in [0, 1], got {self.thresholds}.")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {self.dtype!r}.")
-        check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install matplotlib`.")
 
@@ -94,6 +93,7 @@ def load_drafter(arguments: EvaluateArguments) -> DSparkModel:
     Raises:
         ValueError: if there is none.
     """
+    check_device(arguments.device)
     if not (Path(arguments.drafter) / "config.json").is_file():
         raise ValueError(
             f"`drafter` must be a local folder with a drafter; there is no `{arguments.drafter}/config.json`. Download a "

@@ -34,7 +34,7 @@ from training.plan import Answers, Request, answers_in, key_of, plan_batches, pl
 from training.prompts import check_thinking, prompt_ids, read_prompts
 from training.regenerate_arguments import RegenerateArguments
 from training.served_answers import ServedAnswers
-from training.targets import load_tokenizer
+from training.targets import check_device, load_tokenizer
 
 
 logger = logging.get_logger("training.regenerate")
@@ -88,6 +88,8 @@ def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[R
 
 def regenerate(arguments: RegenerateArguments) -> Path:
     """Run the command; returns the path of the answers file."""
+    if arguments.server is None:
+        check_device(arguments.device)
     tokenizer = load_tokenizer(arguments.target)
     check_thinking(arguments.thinking, tokenizer)
     prompts = read_prompts(arguments.prompts, split=arguments.prompts_split, column=arguments.prompts_column)

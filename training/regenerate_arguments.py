@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.prompts import Thinking
-from training.targets import EMBEDDED_TARGET, check_device
+from training.targets import EMBEDDED_TARGET
 
 
 @dataclass
@@ -119,8 +119,6 @@ class RegenerateArguments:
         for name, (fine, rule) in checks.items():
             if not fine:
                 raise ValueError(f"`{name}` {rule}, got {getattr(self, name)!r}.")
-        if self.server is None:
-            check_device(self.device)
 
 
 def valid_sampling(name: str, value: Any) -> bool:
