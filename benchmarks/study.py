@@ -28,10 +28,13 @@ from benchmarks.pair import HelpFormatter, positive_int
 from benchmarks.report import write_json
 from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from benchmarks.study_report import COMPARED, OURS, plot_study, study_tables
+from benchmarks.work import check_work
 from modeling_dspark import RunStatistics
 from training.data import Conversation
+from training.evaluation_runs import read_sets
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
 from training.replay import replay, replay_prompt_lookup
+from training.resuming import last_whole_checkpoint
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
@@ -100,7 +103,7 @@ def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: 
     }  # fmt: skip
     if options.feature_cache:
         recipe |= {"feature_cache": options.feature_cache, "feature_cache_gb": options.feature_cache_gb}
-    if any(folder.glob("checkpoint-*")):
+    if last_whole_checkpoint(folder) is not None:
         recipe["resume_from_checkpoint"] = "true"
     flags: list[str] = []
     for name, value in recipe.items():
@@ -125,9 +128,12 @@ def num_answers(prompts: str, answers: Sequence[str]) -> int:
         ValueError: if an answer is to a prompt that is not in `prompts`.
     """
     num_prompts = len(read_jsonl(prompts))
-    places = [(path, record["prompt"]) for path in answers for record in read_jsonl(path)]
+    records: list[tuple[str, Any]] = [(path, record) for path in answers for record in read_jsonl(path)]
+    places = [(path, record.get("prompt") if isinstance(record, dict) else None) for path, record in records]
     for path, place in places:
-        if place >= num_prompts:
+        if not isinstance(place, int):
+            raise ValueError(f"`{path}` holds something else than answers of `training.regenerate`.")
+        if not 0 <= place < num_prompts:
             raise ValueError(
                 f"`{path}` answers prompt {place}, but `{prompts}` has {num_prompts}: pass its own prompts."
             )
@@ -137,11 +143,8 @@ def num_answers(prompts: str, answers: Sequence[str]) -> int:
 def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]]:
     """Greedy answers of the target by source, made once."""
     work = Path(options.work)
-    kept, counts = [], {}
-    for record in read_jsonl(options.eval_prompts):
-        counts[record["source"]] = counts.get(record["source"], 0) + 1
-        if options.limit is None or counts[record["source"]] <= options.limit:
-            kept.append(record)
+    _, found, records = read_sets(options.eval_prompts, group_by="source", limit=options.limit)
+    kept = [records[index] for index in sorted(index for indices in found.values() for index in indices)]
     prompts = work / "eval_prompts.jsonl"
     text = "".join(json.dumps(record) + "\n" for record in kept)
     if prompts.is_file() and prompts.read_text(encoding="utf-8") != text:
@@ -240,6 +243,8 @@ def run(options: argparse.Namespace) -> None:
     facts = environment("bfloat16")
     Path(options.work).mkdir(parents=True, exist_ok=True)
     conversations = num_answers(options.prompts, options.answers)
+    settings = {name: getattr(options, name) for name in ("target", "steps", "seed")}
+    check_work(Path(options.work), settings, {"prompts": [options.prompts], "answers": options.answers})
     sets = evaluation_sets(options)
     unseen = unseen_prompts(options.prompts, options.answers, options.calibration_prompts)
     results = study(options, sets)

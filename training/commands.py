@@ -1,28 +1,32 @@
-"""How the commands of this package begin and end: the form of `--help`; what a user's mistake and Ctrl-C leave."""
+"""How commands begin and end: the form of `--help`, and what a user's mistake and Ctrl-C leave, without a traceback."""
 
 import argparse
 import sys
 from collections.abc import Callable
+
+from safetensors import SafetensorError
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults of the arguments, and the description as it is written."""
 
 
-def run_command(command: Callable[[], object], *, when_interrupted: str) -> None:
-    """Run a command; a user's mistake, or a file or Hub that fails, ends it with status 1 and a message, Ctrl-C with 130.
+def exit_status(run: Callable[[], object], *, when_interrupted: str | None = None) -> int:
+    """Run a command: 0, or 2 if it cannot start or go on (the error is printed), or 130 if it was interrupted.
 
     Args:
-        command (`Callable[[], object]`): The command.
-        when_interrupted (`str`): What Ctrl-C leaves behind, and what starting again does.
+        run (`Callable[[], object]`): The command.
+        when_interrupted (`str`, *optional*): What Ctrl-C leaves behind, and what starting again does.
     """
     try:
-        command()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
+        run()
+    except (OSError, SafetensorError, ValueError) as error:  # the second on a full disk
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"\ninterrupted: {when_interrupted}\n")
-        raise SystemExit(130) from None
+        sys.stderr.write(f"\ninterrupted: {when_interrupted}\n" if when_interrupted else "\n")
+        return 130
+    return 0
 
 
-__all__ = ["HelpFormatter", "run_command"]
+__all__ = ["HelpFormatter", "exit_status"]

@@ -16,6 +16,7 @@ also receives the answers as a `datasets` dataset and a dataset card.
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from transformers.utils import logging
 
 from training.answering import answers_of_target
 from training.cards import settings_of, write_dataset, write_provenance
-from training.commands import HelpFormatter, run_command
+from training.commands import HelpFormatter, exit_status
 from training.files import JsonlAppender, read_jsonl, write_atomically
-from training.plan import Answer, Answers, Request, key_of, plan_batches, plan_requests
+from training.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
 from training.prompts import check_thinking, prompt_ids, read_prompts
 from training.regenerate_arguments import RegenerateArguments
 from training.served_answers import ServedAnswers
-from training.targets import load_tokenizer
+from training.targets import check_device, load_tokenizer
 
 
 logger = logging.get_logger("training.regenerate")
@@ -54,6 +55,15 @@ def _answers_path(output: str) -> Path:
     return path if path.suffix == ".jsonl" else path / "answers.jsonl"
 
 
+def _check_folder(output: str, answers: Path) -> None:
+    """Refuse a folder of something else, whose files the card and the dataset would replace."""
+    theirs = [name for name in ("README.md", "dataset") if (answers.parent / name).exists()]
+    if not output.endswith(".jsonl") and theirs and not answers.exists():
+        raise ValueError(
+            f"`output` (`{output}`) has {theirs} and no answers.jsonl: it is not a folder of answers; choose another."
+        )
+
+
 def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[Request], answers: Answers) -> int:
     """Append answers as they come, with a progress bar over all turns; returns how many conversations did not get to
     their last turn, because a turn failed or would be longer than `max_prompt_tokens`."""
@@ -73,17 +83,20 @@ def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[R
 
 def regenerate(arguments: RegenerateArguments) -> Path:
     """Run the command; returns the path of the answers file."""
+    if arguments.server is None:
+        check_device(arguments.device)
     tokenizer = load_tokenizer(arguments.target)
     check_thinking(arguments.thinking, tokenizer)
     prompts = read_prompts(arguments.prompts, split=arguments.prompts_split, column=arguments.prompts_column)
     requests, too_long = plan_requests(arguments, tokenizer, prompts)
     path = _answers_path(arguments.output)
+    _check_folder(arguments.output, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = settings_of(arguments, tokenizer)
     counts: dict[str, Any] = {"prompts": arguments.prompts, "skipped_long_prompts": too_long}
-    write_provenance(path, settings, counts)
-    with JsonlAppender(path) as file:  # opened first: half a line at the end is no answer
-        answers = {key_of(record): Answer.of(record) for record in read_jsonl(path)}
+    with JsonlAppender(path) as file:  # opened first: what another run writes is not read
+        answers = answers_in(path)
+        write_provenance(path, settings, counts, prompts)
         made: Iterable[dict[str, Any]]
         if arguments.server is None:
             made = answers_of_target(arguments, tokenizer, requests, answers)
@@ -95,7 +108,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
         if made.num_failures:
             logger.warning(f"{made.num_failures} requests failed; the same command tries them again.")
     logger.warning(f"{path}: {json.dumps(counts)}")
-    write_provenance(path, settings, counts)
+    write_provenance(path, settings, counts, prompts)
     if not arguments.output.endswith(".jsonl"):
         write_dataset(path, prompts, settings, counts)
     return path
@@ -114,7 +127,9 @@ __all__ = [
 
 
 if __name__ == "__main__":
-    run_command(
-        lambda: regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__)),
-        when_interrupted="finished answers are kept, and the same command goes on after them.",
+    sys.exit(
+        exit_status(
+            lambda: regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__)),
+            when_interrupted="finished answers are kept, and the same command goes on after them.",
+        )
     )

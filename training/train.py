@@ -11,6 +11,7 @@ training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.fr
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
-from training.commands import run_command
+from training.commands import exit_status
 from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
 from training.feature_cache import FeatureCache
 from training.features import fingerprint
+from training.files import only_writer
 from training.initialization import (
     config_for_target,
     default_layer_ids,
@@ -38,6 +40,7 @@ from training.initialization import (
     warm_start,
 )
 from training.packing import check_packing
+from training.resuming import check_resumed, checkpoint_to_resume
 from training.targets import is_missing_folder, load_target, load_tokenizer
 from training.train_options import DataArguments, DrafterArguments, parse_arguments
 from training.trainer import DSparkTrainer
@@ -46,30 +49,6 @@ from training.trainer import DSparkTrainer
 logger = logging.get_logger("training.train")
 
 ARCHITECTURES: dict[str, Any] = {"dspark": DSparkModel, "eagle": EagleDrafter}
-
-
-def check_resumed(folder: Path, drafter: DSparkModel) -> None:
-    """Refuse to resume a checkpoint of a drafter with another configuration.
-
-    Raises:
-        ValueError: names the fields that differ, with both values.
-    """
-    saved = json.loads((folder / "config.json").read_text())
-    current = drafter.config.to_dict()
-    fields_ = (
-        "block_size",
-        "target_layer_ids",
-        "mask_token_id",
-        "markov_rank",
-        "markov_head_type",
-        "draft_vocab_size",
-    )
-    different = {name: (saved.get(name), current[name]) for name in fields_ if saved.get(name) != current[name]}
-    if different:
-        raise ValueError(
-            f"`{folder}` holds a drafter with other settings than asked for now (then, now): {different}. Resume with the "
-            "same arguments, or choose another `output_dir`."
-        )
 
 
 def split_conversations(conversations: list[Conversation], num_eval: int) -> tuple[list[int], list[int]]:
@@ -188,6 +167,21 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
         return found
+    folder = Path(training.output_dir)
+    checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The other processes of a run work for the first one, which writes.
+    with only_writer(folder) if training.process_index == 0 else nullcontext():
+        return train(drafter_arguments, data, training, checkpoint)
+
+
+def train(
+    drafter_arguments: DrafterArguments,
+    data: DataArguments,
+    training: DSparkTrainingArguments,
+    checkpoint: Path | None,
+) -> DSparkModel:
+    """Train, from a checkpoint on if there is one, and save; returns the trained drafter."""
     set_seed(training.seed)
     tokenizer = load_tokenizer(drafter_arguments.target)
     conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
@@ -201,11 +195,13 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     if drafter_arguments.peft:
         adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
+    if checkpoint is not None:
+        check_resumed(checkpoint, drafter)
     if training.packing and data.feature_cache is None:
         check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
     cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
     trainer = make_trainer(data, training, target, drafter, conversations, cache)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training, drafter))
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.check_loss()
     save(trainer, adapters, Path(training.output_dir))
     return drafter
@@ -259,39 +255,6 @@ def make_trainer(
     )
 
 
-def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` asks for.
-
-    Raises:
-        ValueError: if there is none, or it is of a drafter of another configuration.
-    """
-    resume: Any = training.resume_from_checkpoint
-    if str(resume).lower() == "true":
-        resume = last_whole_checkpoint(Path(training.output_dir))
-        if resume is None:
-            raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
-    if resume:
-        check_resumed(Path(resume), drafter)
-    elif any(Path(training.output_dir).glob("checkpoint-*")):
-        logger.warning(
-            f"`{training.output_dir}` holds checkpoints of an earlier run. This run begins anew and writes over them; "
-            "`--resume_from_checkpoint true` goes on from the last one."
-        )
-    return resume
-
-
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end. The state of training is what `Trainer` writes last."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for checkpoint in found:
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            return str(checkpoint)
-        except (OSError, ValueError):
-            logger.warning(f"`{checkpoint}` was cut short and is passed over.")
-    return None
-
-
 def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     """Write the drafter for use, its adapters if it has any, and the log; by one process."""
     found = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
@@ -310,7 +273,9 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_command(
-        main,
-        when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+    sys.exit(
+        exit_status(
+            main,
+            when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+        )
     )

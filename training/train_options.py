@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -63,6 +64,8 @@ class DrafterArguments:
     lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
 
     def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.target_dtype, None), torch.dtype):
+            raise ValueError(f"`target_dtype` must be a dtype of PyTorch, like bfloat16, got {self.target_dtype!r}.")
         if self.architecture not in _ARCHITECTURES:
             raise ValueError(f"`architecture` must be one of {_ARCHITECTURES}, got {self.architecture!r}.")
         if self.peft not in (None, "lora"):
@@ -99,6 +102,8 @@ class DataArguments:
             )
         if self.max_conversations is not None and self.max_conversations < 1:
             raise ValueError(f"`max_conversations` must be at least 1, got {self.max_conversations}.")
+        if not self.feature_cache_gb >= 0:  # or not a number
+            raise ValueError(f"`feature_cache_gb` must be at least 0, got {self.feature_cache_gb}.")
 
 
 def parse_arguments(
@@ -111,7 +116,11 @@ def parse_arguments(
     """
     groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
     parser = HfArgumentParser(
-        groups, prog="python -m training.train", description=description, formatter_class=HelpFormatter
+        groups,
+        prog="python -m training.train",
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,  # `--conf` would be taken for `--config` here, and not be read below
     )
     argv = list(argv)
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
@@ -131,10 +140,13 @@ def parse_arguments(
 def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
-    content = yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"`--config`: `{path}` is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path}` must hold `key: value` lines, got {content!r}.")
-    unknown = sorted(set(content) - known)
+    unknown = sorted(str(name) for name in content if name not in known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
     if content.get("target_shape") is not None:
