@@ -41,7 +41,9 @@ def card(
 
 @app.command()
 def package(
-    drafter: Annotated[str, typer.Argument(help="Folder with config.json, model.safetensors, and facts.yaml or README.md.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Folder with config.json, model.safetensors, and facts.yaml or README.md.")
+    ],
     output: Annotated[str, typer.Argument(help="Folder to make, e.g. build/dspark-smollm2-135m-instruct.")],
     report: Annotated[list[str] | None, typer.Option(help="A report for the card; may be repeated.")] = None,
     cost_profile: Annotated[str | None, typer.Option(help="A measured cost profile that goes along.")] = None,

@@ -25,9 +25,7 @@ MARK = "<!-- Made by `python -m hub_upload card`"
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
 
-def card_files(
-    drafter: Path, *, facts: Path | None = None, reports: Sequence[Path] | None = None
-) -> dict[str, bytes]:
+def card_files(drafter: Path, *, facts: Path | None = None, reports: Sequence[Path] | None = None) -> dict[str, bytes]:
     """The files of a card: `README.md`, a plot for each evaluation, `.eval_results/*.yaml`.
 
     Args:
@@ -71,7 +69,9 @@ def write_card(
     """
     target = output or drafter / CARD
     if target.is_file() and MARK not in target.read_text(encoding="utf-8") and not overwrite:
-        raise ValueError(f"`{target}` was not made by this command; pass `--overwrite` to replace it, or another `--output`.")
+        raise ValueError(
+            f"`{target}` was not made by this command; pass `--overwrite` to replace it, or another `--output`."
+        )
     files = card_files(drafter, facts=facts, reports=reports)
     paths = [target if name == CARD else target.parent / name for name in files]
     for path, content in zip(paths, files.values(), strict=True):

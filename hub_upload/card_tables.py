@@ -49,7 +49,9 @@ def confidence(figures: dict[str, Any]) -> str:
     kinds = (("ece", "ECE", ".2%"), ("auc", "AUC", ".3f"), ("brier", "Brier score", ".4f"))
     said = []
     for name, title, form in kinds:
-        values = [means[name] for means in (figures["means"]["before"], figures["means"]["after"]) if means is not None]
+        values = [
+            means[name] for means in (figures["means"]["before"], figures["means"]["after"]) if means is not None
+        ]
         if None not in values:
             said.append(f"{title} {' -> '.join(format(value, form) for value in values)}")
     floor = sum(figures["ece_floor"]) / len(figures["ece_floor"])

@@ -7,7 +7,10 @@ from typing import Any
 
 _LOCAL = re.compile(r"^(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|file:)")
 _IN_TEXT = (
-    ("a local path", re.compile(r"(?<![\w/.:-])(?:/(?:home|root|Users|tmp|mnt|scratch)/|[A-Za-z]:\\Users\\)[\w.\-/\\]+")),
+    (
+        "a local path",
+        re.compile(r"(?<![\w/.:-])(?:/(?:home|root|Users|tmp|mnt|scratch)/|[A-Za-z]:\\Users\\)[\w.\-/\\]+"),
+    ),
     ("an access token", re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")),
 )
 

@@ -4,9 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,9 +12,6 @@ from hub_upload.__main__ import app
 from hub_upload.manifest import changed_files
 from hub_upload.package import AUTO_MAP, package, planned, remote_code_files
 from tests.builders import tiny_drafter, tiny_target
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -49,13 +43,16 @@ def contents(folder):
 
 
 def test_reproducible(source, tmp_path):
-    """In other folders, from a copy with other modes, in another process with another mask of permissions."""
+    """In other folders, from a copy with other modes, with another mask; `test_shipped` does so in another process."""
     package(source, tmp_path / "one")
     shutil.copytree(source, tmp_path / "elsewhere" / "copy")
     for path in (tmp_path / "elsewhere" / "copy").iterdir():
         path.chmod(0o600)
-    command = [sys.executable, "-m", "hub_upload", "package", str(tmp_path / "elsewhere" / "copy"), str(tmp_path / "two")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, preexec_fn=lambda: os.umask(0o077))
+    mask = os.umask(0o077)
+    try:
+        package(tmp_path / "elsewhere" / "copy", tmp_path / "two")
+    finally:
+        os.umask(mask)
     one = contents(tmp_path / "one")
     assert len(one) > 20
     assert one == contents(tmp_path / "two")
@@ -86,7 +83,9 @@ def set_config(folder, **fields):
     (folder / "config.json").write_text(json.dumps(config | fields))
 
 
-@pytest.mark.parametrize("path", ["/data/models/target", "~/target", "./runs/target", "runs/my/target", "C:\\models\\t"])
+@pytest.mark.parametrize(
+    "path", ["/data/models/target", "~/target", "./runs/target", "runs/my/target", "C:\\models\\t"]
+)
 def test_a_local_target_is_refused_with_the_way_out(source, tmp_path, path):
     set_config(source, target_name_or_path=path)
     with pytest.raises(ValueError, match="--target ORG/NAME"):
