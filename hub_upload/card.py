@@ -14,7 +14,7 @@ from hub_upload.card_inputs import CardInputs, read_inputs
 from hub_upload.card_metadata import eval_results, metadata
 from hub_upload.card_tables import TABLES
 from hub_upload.facts import FACTS_FILE, stated
-from hub_upload.sources import BLANK, check_quoted
+from hub_upload.sources import BLANK, check_quoted, slug
 from training.evaluation_outputs import plot_acceptance
 from training.evaluation_report import EvalReport
 from training.files import write_atomically
@@ -111,7 +111,7 @@ def plot_names(inputs: CardInputs) -> list[str]:
     """Where the plots are, one for each evaluation."""
     several = len(inputs.evaluations) > 1
     return [
-        f"images/acceptance_{Path(each.name).stem}.png" if several else "images/acceptance.png"
+        f"images/acceptance_{slug(Path(each.name).stem)}.png" if several else "images/acceptance.png"
         for each in inputs.evaluations
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hub_upload.facts import FACTS_FILE, Facts, read_facts
-from hub_upload.sources import Source, read_source
+from hub_upload.sources import Source, read_source, slug
 from modeling_dspark import DSparkModel
 from training.evaluation_report import EvalReport
 from training.features import fingerprint
@@ -72,6 +72,10 @@ class _CheckedReports:
 
     def add(self, path: Path) -> None:
         source = read_source(path)
+        if slug(path.stem) in {slug(Path(each.name).stem) for each in (*self.evaluations, *self.latencies)}:
+            raise ValueError(
+                f"`{path}` is called as another report is; plots and results go by that, so give it another name."
+            )
         kinds = (("pooled", self._evaluation), ("sections", self._latency))
         for mark, read in kinds:
             if isinstance(source.data, dict) and mark in source.data:

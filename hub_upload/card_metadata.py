@@ -1,6 +1,5 @@
 """Metadata of a card in the Hub's own forms: the YAML header with its `model-index`, and `.eval_results/*.yaml`."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from huggingface_hub.utils import yaml_dump
 
 from hub_upload.card_inputs import CardInputs
 from hub_upload.card_tables import TABLES
-from hub_upload.sources import Source
+from hub_upload.sources import Source, slug
 
 
 TAGS = ["dspark", "speculative-decoding", "custom_generate"]
@@ -44,7 +43,7 @@ def eval_results(inputs: CardInputs) -> dict[str, str]:
     if not inputs.facts.benchmark:
         return {}
     return {
-        f".eval_results/{METRIC}_{_slug(Path(each.name).stem)}.yaml": _entries(each, inputs.facts.benchmark)
+        f".eval_results/{METRIC}_{slug(Path(each.name).stem)}.yaml": _entries(each, inputs.facts.benchmark)
         for each in inputs.evaluations
     }
 
@@ -53,7 +52,7 @@ def _entries(evaluation: Source, benchmark: str) -> str:
     entries = [
         EvalResultEntry(
             dataset_id=benchmark,
-            task_id=_slug(name),
+            task_id=slug(name),
             value=value,
             date=evaluation.at("timing.date"),
             notes=f"accepted length (tau), {_conditions(evaluation)}",
@@ -70,7 +69,7 @@ def _model_index(evaluation: Source, benchmark: str) -> list[EvalResult]:
             task_type="text-generation",
             dataset_type=benchmark or Path(prompts).stem,
             dataset_name=f"{name} ({prompts})",
-            dataset_config=_slug(name),
+            dataset_config=slug(name),
             metric_type=METRIC,
             metric_name=f"Accepted length (tau), {_conditions(evaluation)}",
             metric_value=value,
@@ -87,10 +86,6 @@ def _lengths(evaluation: Source) -> dict[str, float]:
 def _conditions(evaluation: Source) -> str:
     decoding = evaluation.quote("settings.temperature", TABLES["decoding"])
     return f"{decoding}, {evaluation.quote('settings.dtype')}, whole blocks verified"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 __all__ = ["METRIC", "TAGS", "eval_results", "metadata"]

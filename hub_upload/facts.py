@@ -102,8 +102,9 @@ def read_facts(path: Path) -> Facts:
     missing, unknown = [name for name in _REQUIRED if name not in data], sorted(set(data) - known)
     if missing or unknown:
         raise ValueError(f"`{path}` lacks {missing} and has unknown fields {unknown}; {_GUIDE}.")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
     try:
-        return Facts(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
+        return Facts(**values)
     except ValueError as error:
         raise ValueError(f"`{path}`: {error}") from error
 

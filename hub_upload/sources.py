@@ -112,4 +112,9 @@ def check_quoted(skeleton: str) -> None:
         )
 
 
-__all__ = ["BLANK", "Source", "check_quoted", "read_source"]
+def slug(name: str) -> str:
+    """A name for files and tasks: small letters, digits and underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+__all__ = ["BLANK", "Source", "check_quoted", "read_source", "slug"]

@@ -31,7 +31,7 @@ from training.targets import EMBEDDED_TARGET, resolve_target
 
 ROOT = Path(__file__).parents[2]
 DRAFTER = ROOT / "hub_upload" / "repos" / "dspark-smollm2-135m-instruct"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES_WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 # Commands whose arguments are a dataclass.

@@ -79,7 +79,7 @@ def leaves(value):
 def spellings(value):
     """What a number of a report may look like in a card."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return {token for token in re.findall(r"\d[\d.]*\d|\d", str(value))}
+        return set(re.findall(r"\d[\d.]*\d|\d", str(value)))
     forms = ["{:.1f}", "{:.2f}", "{:.3f}", "{:.4f}", "{:g}"] if isinstance(value, float) else ["{}", "{:,}"]
     percents = [f"{value:.1%}", f"{value:.2%}"] if isinstance(value, float) else []
     return {form.format(value) for form in forms} | {percent.rstrip("%") for percent in percents}
@@ -197,7 +197,7 @@ class TestContent:
         assert speed_tables(latency(folder)["sections"]) in text
         assert "with changes" in text.split("## Provenance")[1]
         plots = [name for name in files if name.endswith(".png")]
-        assert plots == ["images/acceptance_greedy.png", "images/acceptance_sampled-0.8.png"]
+        assert plots == ["images/acceptance_greedy.png", "images/acceptance_sampled_0_8.png"]
         assert all(f"]({name})" in text for name in plots)
 
     def test_the_plot_shows_a_line_for_each_set_and_slot(self, folder, tmp_path):
@@ -293,6 +293,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=match):
             card_files(folder, reports=reports(folder, "other"))
 
+    def test_two_reports_of_one_name(self, folder):
+        (folder.parent / "again").mkdir()
+        shutil.copy(folder.parent / "greedy.json", folder.parent / "again" / "Greedy.json")
+        with pytest.raises(ValueError, match=r"Greedy\.json.*another name"):
+            card_files(folder, reports=reports(folder, "greedy", "again/Greedy"))
+
     def test_missing_files(self, folder):
         with pytest.raises(ValueError, match=r"no file.*absent\.json"):
             card_files(folder, reports=reports(folder, "absent"))
@@ -361,6 +367,14 @@ class TestCommand:
     def test_reports_named_by_the_facts_file(self, folder):
         set_fact(folder, reports=["../greedy.json"])
         assert card_files(folder) == card_files(folder, reports=reports(folder))
+
+
+def test_the_example_of_the_guide_makes_a_card(folder):
+    guide = (ROOT / "docs" / "guides" / "card.md").read_text()
+    (folder / "facts.yaml").write_text(re.search(r"^```yaml\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)[1])
+    text = text_of(folder)
+    assert "Proposes 4 tokens at a time." in text
+    assert "On 120,000 conversations" in text
 
 
 class TestPackage:
