@@ -1,7 +1,7 @@
 """Command line of `hub_upload`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,6 +48,9 @@ def package(
     report: Annotated[list[str] | None, typer.Option(help="A report for the card; may be repeated.")] = None,
     cost_profile: Annotated[str | None, typer.Option(help="A measured cost profile that goes along.")] = None,
     target: Annotated[str | None, typer.Option(help="Hub id of the target, for the config.")] = None,
+    no_card: Annotated[
+        bool, typer.Option("--no-card", help="Leave the card out, to measure for the first one.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier package.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
@@ -55,14 +58,19 @@ def package(
     from hub_upload.package import package as assemble
     from hub_upload.package import planned
 
+    options: dict[str, Any] = {
+        "reports": report,
+        "cost_profile": cost_profile,
+        "target_name": target,
+        "with_card": not no_card,
+    }
     try:
         if dry_run:
-            files = planned(drafter, reports=report, cost_profile=cost_profile, target_name=target)
+            files = planned(drafter, **options)
         else:
-            made = assemble(
-                drafter, output, reports=report, cost_profile=cost_profile, target_name=target, overwrite=overwrite
-            )
-            files = {str(path): path.stat().st_size for path in made}
+            files = {
+                str(path): path.stat().st_size for path in assemble(drafter, output, **options, overwrite=overwrite)
+            }
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     _list(files)

@@ -102,7 +102,7 @@ class _CheckedReports:
         if found != expected:
             raise ValueError(
                 f"`{path}` is of another drafter ({found}) than the weights in `{self.drafter}` ({expected}); measure "
-                "these, or leave the report out."
+                "these (`package --no-card` makes a folder for that), or leave the report out."
             )
 
     def _fingerprint(self, dtype: str) -> str:

@@ -68,6 +68,7 @@ def package(
     reports: Sequence[str | Path] | None = None,
     cost_profile: str | Path | None = None,
     target_name: str | None = None,
+    with_card: bool = True,
     overwrite: bool = False,
 ) -> list[Path]:
     """Write a loadable Hub folder.
@@ -80,6 +81,7 @@ def package(
         cost_profile (`str` or `Path`, *optional*): A measured profile, this project's or SGLang's, that goes along in
             SGLang's form.
         target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`.
+        with_card (`bool`, *optional*, defaults to `True`): Without one, a drafter can be measured for its first card.
         overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is an earlier package.
 
     Returns:
@@ -90,7 +92,9 @@ def package(
     """
     source, target = Path(drafter), Path(output)
     check_output(source, target, overwrite=overwrite, patterns=patterns())
-    contents = _contents(source, reports=reports, cost_profile=cost_profile, target_name=target_name)
+    contents = _contents(
+        source, reports=reports, cost_profile=cost_profile, target_name=target_name, with_card=with_card
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     workspace = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
     new, old = workspace / "new", workspace / "old"
@@ -112,6 +116,7 @@ def planned(
     reports: Sequence[str | Path] | None = None,
     cost_profile: str | Path | None = None,
     target_name: str | None = None,
+    with_card: bool = True,
 ) -> dict[str, int]:
     """Sizes in bytes of what `package` would write, by path, but for the manifest; writes nothing.
 
@@ -120,8 +125,11 @@ def planned(
         reports (`Sequence`, *optional*): As for `package`.
         cost_profile (`str` or `Path`, *optional*): As for `package`.
         target_name (`str`, *optional*): As for `package`.
+        with_card (`bool`, *optional*, defaults to `True`): As for `package`.
     """
-    contents = _contents(Path(drafter), reports=reports, cost_profile=cost_profile, target_name=target_name)
+    contents = _contents(
+        Path(drafter), reports=reports, cost_profile=cost_profile, target_name=target_name, with_card=with_card
+    )
     return dict(sorted(contents.sizes().items()))
 
 
@@ -131,10 +139,12 @@ def _contents(
     reports: Sequence[str | Path] | None,
     cost_profile: str | Path | None,
     target_name: str | None,
+    with_card: bool,
 ) -> _Contents:
-    config = checked_config(source, target_name)
+    config = checked_config(source, target_name, with_card=with_card)
     made = {"config.json": _json(config | {"auto_map": AUTO_MAP}, sort=True)}
-    made |= _card(source, reports)
+    if with_card:
+        made |= _card(source, reports)
     if (source / _CALIBRATION).is_file():
         made[_CALIBRATION] = (source / _CALIBRATION).read_bytes()
     if cost_profile is not None:

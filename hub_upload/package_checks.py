@@ -16,12 +16,13 @@ from hub_upload.private import check_text, local_paths
 from modeling_dspark import DSparkConfig
 
 
-def checked_config(source: Path, target_name: str | None) -> dict[str, Any]:
+def checked_config(source: Path, target_name: str | None, *, with_card: bool = True) -> dict[str, Any]:
     """The drafter's config, after a check that it and the weights can be published.
 
     Args:
         source (`Path`): The drafter's folder.
         target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`.
+        with_card (`bool`, *optional*, defaults to `True`): Whether there has to be a card, or facts to make one of.
 
     Raises:
         ValueError: if a file is missing or broken, or a field says something of this machine.
@@ -29,9 +30,10 @@ def checked_config(source: Path, target_name: str | None) -> dict[str, Any]:
     for name in ("config.json", WEIGHTS):
         if not (source / name).is_file():
             raise ValueError(f"`{source}` has no `{name}`. A drafter folder needs config.json and {WEIGHTS}.")
-    if not any((source / name).is_file() for name in (FACTS_FILE, CARD)):
+    if with_card and not any((source / name).is_file() for name in (FACTS_FILE, CARD)):
         raise ValueError(
-            f"`{source}` has no card: write `{FACTS_FILE}`, of which `python -m hub_upload card` makes one, or a `{CARD}`."
+            f"`{source}` has no card: write `{FACTS_FILE}`, of which `python -m hub_upload card` makes one, or a `{CARD}`; "
+            "`--no-card` makes a package to be measured."
         )
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))

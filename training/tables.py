@@ -26,6 +26,13 @@ def _aligned(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
+def compact_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table that need not line up as plain text; cells may hold anything, names of the user's too."""
+    marks = ["---", *("---:" for _ in header[1:])]
+    lines = ([" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in (header, marks, *rows))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def by_position(acceptance: Sequence[float | None], tried: Sequence[int]) -> str:
     """Conditional acceptance at each slot as one line; `-` where a slot was never tried."""
     return " ".join(f"{value:.2f}" if count else "-" for value, count in zip(acceptance, tried, strict=True))
@@ -68,4 +75,4 @@ def _overall_line(overall: dict[str, Any]) -> str:
     return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance by position {acceptance}", differences]) + "."
 
 
-__all__ = ["by_position", "markdown_table", "speed_tables", "threads"]
+__all__ = ["by_position", "compact_table", "markdown_table", "speed_tables", "threads"]

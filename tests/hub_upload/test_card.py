@@ -1,5 +1,6 @@
 """A card has the numbers of its reports and no others, refuses what is not the drafter's, and its snippets run."""
 
+import copy
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from hub_upload.package import package
 from tests.builders import cache_with_kernels, tiny_target
 from tests.hub_upload.card_case import TEMPERATURES, evaluation, latency, make_drafter
 from training.tables import speed_tables
+from training.targets import chat_template_hash
 
 
 ROOT = Path(__file__).parents[2]
@@ -398,6 +400,15 @@ class TestPackage:
         with pytest.raises(ValueError, match="or a report is newer"):
             package(folder, tmp_path / "out")
 
+    def test_a_package_to_be_measured_has_no_card(self, folder, tmp_path):
+        (folder / "facts.yaml").unlink()
+        with pytest.raises(ValueError, match="no card.*--no-card"):
+            package(folder, tmp_path / "out")
+        package(folder, tmp_path / "out", with_card=False)
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        assert names >= {"config.json", "model.safetensors", "modeling_dspark.py", "files.json"}
+        assert not names & {"README.md", "images", ".eval_results"}
+
     def test_reports_without_facts(self, folder, tmp_path):
         (folder / "facts.yaml").unlink()
         (folder / "README.md").write_text("A card.\n")
@@ -407,11 +418,15 @@ class TestPackage:
     def test_the_snippets_run_as_they_stand(self, folder, tmp_path, tiny_tokenizer):
         """In a clean process, in a folder where the two Hub ids are local folders."""
         set_fact(folder, reports=["../greedy.json"])
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        edit(folder / "config.json", lambda config: config.update(chat_template_sha256=chat_template_hash(tokenizer)))
         package(folder, tmp_path / "org" / "tiny-drafter")
         tiny_target("llama").save_pretrained(tmp_path / "org" / "tiny-target")
-        tiny_tokenizer.save_pretrained(tmp_path / "org" / "tiny-target")
+        tokenizer.save_pretrained(tmp_path / "org" / "tiny-target")
         snippets = re.findall(r"^```python\n(.*?)^```$", text_of(folder), re.MULTILINE | re.DOTALL)
         assert len(snippets) == 3
+        assert "apply_chat_template" in snippets[0]
         (tmp_path / "run.py").write_text("\n".join(snippets) + "print('calls', len(drafter.last_run.requests))\n")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {
