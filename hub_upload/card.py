@@ -14,7 +14,7 @@ from hub_upload.card_inputs import CardInputs, read_inputs
 from hub_upload.card_metadata import eval_results, metadata
 from hub_upload.card_tables import TABLES
 from hub_upload.facts import FACTS_FILE, stated
-from hub_upload.sources import BLANK, check_quoted, slug
+from hub_upload.quotes import BLANK, check_quoted, slug
 from training.evaluation_outputs import plot_acceptance
 from training.evaluation_report import EvalReport
 from training.files import write_atomically

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hub_upload.facts import FACTS_FILE, Facts, read_facts
-from hub_upload.sources import Source, read_source, slug
+from hub_upload.quotes import Source, read_source, slug
 from modeling_dspark import DSparkModel
 from training.evaluation_report import EvalReport
 from training.features import fingerprint

@@ -8,7 +8,7 @@ from huggingface_hub.utils import yaml_dump
 
 from hub_upload.card_inputs import CardInputs
 from hub_upload.card_tables import TABLES
-from hub_upload.sources import Source, slug
+from hub_upload.quotes import Source, slug
 
 
 TAGS = ["dspark", "speculative-decoding", "custom_generate"]

@@ -82,7 +82,7 @@ def day(moment: str) -> str:
 
 
 def _parts(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    sets = report["sets"]
+    sets = {" ".join(name.replace("|", "\\|").split()): part for name, part in report["sets"].items()}
     return sets if len(sets) == 1 else sets | {POOLED: report["pooled"]}
 
 

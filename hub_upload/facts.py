@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hub_upload.sources import BLANK, Source, read_source
+from hub_upload.quotes import BLANK, Source, read_source
 
 
 FACTS_FILE = "facts.yaml"

@@ -45,7 +45,7 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
         raise ValueError(f"`{source}` has `model_type` {config.get('model_type')!r}, expected 'dspark'.")
     if target_name is not None:
         config["target_name_or_path"] = target_name
-    _check_private(source, config)
+    _check_private(source, config, is_named=target_name is not None)
     try:
         DSparkConfig.from_dict(config)
     except StrictDataclassError as error:
@@ -58,8 +58,11 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
     return config
 
 
-def _check_private(source: Path, config: dict[str, Any]) -> None:
+def _check_private(source: Path, config: dict[str, Any], *, is_named: bool) -> None:
     found = dict(local_paths(config))
+    target = config.get("target_name_or_path")
+    if isinstance(target, str) and not is_named and Path(target).is_dir():  # `runs/target` reads like a Hub id
+        found["target_name_or_path"] = target
     if config.get("_name_or_path"):
         found["_name_or_path"] = config["_name_or_path"]
     if "target_name_or_path" in found:

@@ -202,6 +202,17 @@ class TestContent:
         assert plots == ["images/acceptance_greedy.png", "images/acceptance_sampled_0_8.png"]
         assert all(f"]({name})" in text for name in plots)
 
+    def test_a_set_of_any_name(self, folder):
+        def change(report):
+            report["sets"]["a|b\nc"] = report["sets"].pop("letters")
+
+        edit(folder.parent / "greedy.json", change)
+        table = text_of(folder).split("### Greedy")[1].split("![")[0]
+        rows = [line for line in table.splitlines() if line.startswith("|")]
+        assert len(rows) == 5
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+        assert any("a\\|b c" in row for row in rows)
+
     def test_the_plot_shows_a_line_for_each_set_and_slot(self, folder, tmp_path):
         (tmp_path / "plot.png").write_bytes(card_files(folder, reports=reports(folder))["images/acceptance.png"])
         pixels = imread(tmp_path / "plot.png")

@@ -94,6 +94,15 @@ def test_a_local_target_is_refused_with_the_way_out(source, tmp_path, path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["target_name_or_path"] == "org/target"
 
 
+def test_a_target_that_is_a_folder_here_is_no_hub_id(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    set_config(source, target_name_or_path="runs/target")
+    with pytest.raises(ValueError, match="--target ORG/NAME"):
+        package(source, tmp_path / "out")
+    package(source, tmp_path / "out", target_name="runs/target")  # of that name on the Hub
+
+
 @pytest.mark.parametrize("fields", [{"_name_or_path": "runs/x"}, {"note": {"from": ["/home/someone/x"]}}])
 def test_traces_of_this_machine_are_refused(source, tmp_path, fields):
     set_config(source, **fields)
