@@ -22,6 +22,7 @@ from training.files import write_atomically
 
 CARD = "README.md"
 MARK = "<!-- Made by `python -m hub_upload card`"
+_FILTERS = ("capitalize", "trim", "wordwrap")  # which make no other number of one
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
 
@@ -130,6 +131,7 @@ def _body(inputs: CardInputs, plots: Sequence[str], *, blank: bool) -> str:
         "tables": TABLES,
     }
     environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters = {name: environment.filters[name] for name in _FILTERS}
 
     def fill(name: str, text: str, **more: Any) -> str:
         try:

@@ -17,6 +17,7 @@ import yaml
 BLANK = "_"  # no number, and true: a template takes the same branches
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"[^\W\d]\w*")  # a word that begins with a letter: `gsm8k`, `Q4_1`
+_FORM = re.compile(r",?(\.\d)?[dfg%]?")  # digits to show, and none to add
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Source:
                 the value alone.
 
         Raises:
-            ValueError: if there is nothing at `path`.
+            ValueError: if there is nothing at `path`, or `form` is no plain format of a number.
         """
         value = self.at(path)
         if value is None:
             raise ValueError(f"`{self.name}` has no `{path}`, which the card quotes.")
+        if not callable(form) and not _FORM.fullmatch(form):
+            raise ValueError(f"`{self.name}`: `{path}` is quoted as {form!r}; a form is like `,`, `.2f` or `.1%`.")
         if self.blank:
             return BLANK
         return form(value) if callable(form) else format(value, form)

@@ -148,6 +148,8 @@ class TestNumbers:
         [
             ('{{ config.quote("no.such") }}', r"config\.json.*no\.such"),
             ('{{ stated.quote("conversations") }}', "stated"),  # not a measurement: in `training` only
+            ('{{ config.quote("block_size", "9>3") }}', "a form is like"),
+            ('{{ config.quote("block_size") | replace("4", "9") }}', "replace"),
             ("{{ confg }}", "confg"),
             ("{% if %}", "summary"),
             ("{{ config._data }}", "summary"),
