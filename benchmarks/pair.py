@@ -140,16 +140,17 @@ def check_drafter(name_or_path: str) -> None:
                 "`--drafter` takes another folder or a Hub id."
             )
         return
-    if not _has_remote_code(folder / "config.json"):
+    if not _has_remote_code(folder):
         raise ValueError(
             f"`{name_or_path}` is not a packaged drafter (a config.json with `auto_map`, and the remote code). Make one: "
             f"`python -m hub_upload package {name_or_path} build/{folder.name}`."
         )
 
 
-def _has_remote_code(config: Path) -> bool:
+def _has_remote_code(folder: Path) -> bool:
     try:
-        return "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "auto_map" in config and (folder / "modeling_dspark.py").is_file()
     except (FileNotFoundError, json.JSONDecodeError):
         return False
 

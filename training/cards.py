@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training.files import read_jsonl, write_atomically
 from training.regenerate_arguments import RegenerateArguments
+from training.tables import compact_table
 from training.targets import chat_template_hash
 
 
@@ -138,12 +139,7 @@ def _count(values: Iterable[Any]) -> dict[str, int]:
 
 
 def _table(header: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:
-    lines = [
-        header,
-        ("---", "---"),
-        *((name, f"`{value}`" if isinstance(value, str) else value) for name, value in rows),
-    ]
-    return "\n".join(f"| {name} | {value} |" for name, value in lines)
+    return compact_table(header, [(name, f"`{value}`" if isinstance(value, str) else value) for name, value in rows])
 
 
 __all__ = ["dataset_card", "settings_of", "write_dataset", "write_provenance"]

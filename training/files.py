@@ -42,12 +42,12 @@ def read_jsonl(path: str | Path) -> list[dict]:
     return records
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that it has the old content or the new one, at any moment."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file such that it has the old content or the new one, at any moment. Text is written as UTF-8."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
