@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm, rotate
+from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm
 from modeling_dspark.target_dspark import TargetBinding
 from training.blocks import Blocks
 from training.forward import BlockOutputs

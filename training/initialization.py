@@ -130,7 +130,9 @@ def _check_traits(drafter: DSparkModel, source: Any, layer_id: int, target: PreT
 
 def _layer_state(layer: nn.Module) -> dict[str, torch.Tensor]:
     """Weights of a target layer, with the scales of its norms as the drafter's norms apply them."""
-    norms = {f"{name}.weight": _norm_scale(norm) for name, norm in layer.named_modules() if _is_scaled_norm(name, norm)}
+    norms = {
+        f"{name}.weight": _norm_scale(norm) for name, norm in layer.named_modules() if _is_scaled_norm(name, norm)
+    }
     return layer.state_dict() | norms
 
 

@@ -35,8 +35,12 @@ def drafter_of(target, **fields):
 def loops(monkeypatch):
     """Names of the loops that ran."""
     ran, packed, own = [], modeling_dspark.decode, modeling_dspark.AssistedRun
-    monkeypatch.setattr(modeling_dspark, "decode", lambda *args, **kwargs: (ran.append("packed"), packed(*args, **kwargs))[1])
-    monkeypatch.setattr(modeling_dspark, "AssistedRun", lambda *args, **kwargs: (ran.append("own"), own(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        modeling_dspark, "decode", lambda *args, **kwargs: (ran.append("packed"), packed(*args, **kwargs))[1]
+    )
+    monkeypatch.setattr(
+        modeling_dspark, "AssistedRun", lambda *args, **kwargs: (ran.append("own"), own(*args, **kwargs))[1]
+    )
     return ran
 
 

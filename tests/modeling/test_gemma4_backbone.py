@@ -208,7 +208,7 @@ def test_drafters_without_traits_have_no_new_tensors():
     assert any("v_proj" in name for name in names)
     gemma = set(tiny_drafter(tiny_target("llama"), **GEMMA4_DRAFTER).state_dict())
     assert {name.split(".")[-1] for name in gemma - names} == {"weight", "layer_scalar"}
-    assert {name for name in names - gemma} == {f"layers.{index}.self_attn.v_proj.weight" for index in (0, 1)}
+    assert names - gemma == {f"layers.{index}.self_attn.v_proj.weight" for index in (0, 1)}
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan")])

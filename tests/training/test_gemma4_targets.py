@@ -147,6 +147,8 @@ def test_traits_are_flags_and_a_run_resumes_with_the_same_ones(tmp_path, tiny_to
 def test_the_dry_run_counts_what_there_is(tmp_path, tiny_tokenizer):
     write_inputs(tmp_path, tiny_tokenizer, family="gemma4")
     found = main([*flags(tmp_path, "run", num_draft_layers=2), "--dry_run"])
-    drafter = tiny_drafter(tiny_target("gemma4"), **GEMMA4_DRAFTER, target_layer_ids=[0, 2], markov_rank=4, block_size=3)
+    drafter = tiny_drafter(
+        tiny_target("gemma4"), **GEMMA4_DRAFTER, target_layer_ids=[0, 2], markov_rank=4, block_size=3
+    )
     assert found.drafter_parameters == sum(parameter.numel() for parameter in drafter.parameters())
     assert found.trainable_parameters == found.drafter_parameters
