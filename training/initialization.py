@@ -92,13 +92,15 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
             f"`init_from_target_layers` needs {drafter.config.num_hidden_layers} ids below {len(layers)}, "
             f"got {list(layer_ids)}."
         )
-    for layer, layer_id in zip(drafter.layers, layer_ids, strict=True):
+    sources = [_layer_state(layers[layer_id]) for layer_id in layer_ids]
+    for layer_id, source in zip(layer_ids, sources, strict=True):
         _check_traits(drafter, layers[layer_id], layer_id, target)
-        source, own = _layer_state(layers[layer_id]), layer.state_dict()
+        own = drafter.layers[0].state_dict()
         mismatched = [n for n in own if n in source and source[n].shape != own[n].shape]
         if mismatched:
             raise ValueError(f"Target layer {layer_id} has other shapes than a draft layer: {mismatched}.")
-        layer.load_state_dict({name: source.get(name, own[name]) for name in own})
+    for layer, source in zip(drafter.layers, sources, strict=True):
+        layer.load_state_dict({name: source.get(name, weight) for name, weight in layer.state_dict().items()})
     size = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:] = torch.eye(size)

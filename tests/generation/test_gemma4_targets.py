@@ -83,6 +83,31 @@ def test_random_drafts(target, texts, loops):
     assert loops == ["packed"] * 2
 
 
+VARIANTS = {
+    "per-layer inputs, shared keys and values": {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "num_global_key_value_heads": None,
+    },
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_targets_with_what_their_drafters_have_not(loops, fields):
+    target = varied_target("gemma4", **fields)
+    text = target.generate(torch.tensor(PROMPTS[:1]), **CALL)[0].tolist()
+    drafter = script(drafter_of(target), text, wrong_every=4)
+    assert target.generate(torch.tensor(PROMPTS[:1]), assistant_model=drafter, **CALL, **FIXED)[0].tolist() == text
+    assert sum(drafter.last_run.accepted) > 10
+    assert loops == ["packed"]
+
+
 def test_what_a_text_only_call_of_a_multimodal_target_passes():
     """Transformers passes it an empty dictionary, which is nothing; images are something."""
     target = varied_target("gemma4_unified")

@@ -9,8 +9,10 @@ from torch.testing import assert_close
 from modeling_dspark import DSparkModel
 from modeling_dspark.backbone_dspark import DSparkDecoderLayer
 from tests.builders import GEMMA4_DRAFTER, tiny_drafter, tiny_target
+from tests.modeling.test_gemma4_backbone import naive_layer, norm_rows
 from tests.training.toy_run import flags, write_inputs
 from training.blocks import make_blocks
+from training.eagle import EagleConfig, EagleDrafter
 from training.features import compute_features
 from training.forward import forward_blocks
 from training.initialization import config_for_target, warm_start
@@ -70,7 +72,7 @@ def test_norms_of_gemma_3_add_one_to_their_weight():
 @pytest.mark.parametrize(
     ("fields", "layers", "message"),
     [
-        ({}, [0, 1], r"layer 0 .*'attention_k_eq_v': \(False, True\)"),  # a sliding layer
+        ({}, [1, 2], r"layer 2 .*'attention_k_eq_v': \(False, True\)"),  # a sliding layer
         ({"value_norm": False}, [1, 3], r"'value_norm': \(True, False\)"),
         ({"sandwich_norms": False, "layer_scalar": False}, [1, 3], "'sandwich_norms'.*'layer_scalar'"),
         ({"attention_scale": None}, [1, 3], r"'attention_scale': \(1.0, 0.25\)"),
@@ -85,6 +87,32 @@ def test_layers_of_another_kind_are_not_copied(fields, layers, message):
     with pytest.raises(ValueError, match=message):
         warm_start(drafter, target, layers)
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+
+
+@torch.no_grad()
+def test_the_autoregressive_baseline_has_the_traits_too():
+    """One slot of one block: the last position of a causal pass, by the formulas of a layer."""
+    target = tiny_target("gemma4")
+    heads = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    config = tiny_drafter(target, **GEMMA4_DRAFTER, **heads, num_hidden_layers=1, block_size=1).config
+    drafter = EagleDrafter(EagleConfig(**config.to_dict())).eval()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.3)
+    drafter.layers[0].layer_scalar.fill_(0.7)
+    ids, anchor = torch.randint(4, 61, (1, 9)), 6
+    binding = drafter.bind(target)
+    features = compute_features(target, binding, ids, target_layer_ids=[0, 1, 2]).features
+    kept = torch.ones(1, 1, dtype=torch.bool)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    blocks = make_blocks(ids, mask, anchors=torch.tensor([[anchor]]), keep=kept, block_size=1)
+    hidden = drafter(binding, blocks, input_ids=ids, features=features).hidden
+    embedded = drafter.embed_norm(binding.embed(ids[0, 1 : anchor + 1], like=drafter.norm.weight))
+    states = drafter.hidden_norm(drafter.fc(features[0, :anchor]))
+    inputs = drafter.in_proj(torch.cat([embedded, states], dim=-1))
+    weights = drafter.layers[0].state_dict()
+    context = norm_rows(inputs[:-1], weights["input_layernorm.weight"])
+    expected = naive_layer(weights, drafter.config, inputs[-1:], context, list(range(anchor)))
+    assert_close(hidden, norm_rows(expected, drafter.norm.weight), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions know
