@@ -110,15 +110,12 @@ def load_pair(target: str, drafter: str, dtype: str) -> Pair:
     """Load both models and the tokenizer.
 
     Raises:
-        ValueError: if the drafter's folder is missing or not a package.
-        OSError: if a name is neither a folder nor on the Hub.
+        ValueError: if the drafter's folder is missing or not a package, or the target cannot be loaded.
+        OSError: if the drafter is neither a folder nor on the Hub.
     """
     check_drafter(drafter)  # first, since the target may have to be converted, which takes half a minute
-    try:
-        model = load_target(target, getattr(torch, dtype))
-        tokenizer = load_tokenizer(target)
-    except OSError as error:
-        raise OSError(f"`--target {target}` cannot be loaded. {error}") from error
+    model = load_target(target, getattr(torch, dtype))
+    tokenizer = load_tokenizer(target)
     if model.generation_config.pad_token_id is None:  # `generate` would say so again at every call
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return Pair(model, load_drafter(drafter, dtype), tokenizer)

@@ -32,9 +32,9 @@ def markdown(report: EvalReport) -> str:
     sections = [f"# Evaluation of {report.drafter['name']}", _conditions(report), _acceptance_table(report)]
     sections.append(_position_table(report))
     if report.pooled.calibration is not None:
-        sections.append(_calibration_table(report))
+        sections.append(calibration_table(report))
     if report.pooled.thresholds is not None:
-        sections.append(_threshold_table(report))
+        sections.append(threshold_table(report))
     if report.pooled.speed is not None:
         sections.append(_speed_table(report))
     return "\n\n".join([*sections, *(f"Note: {note}" for note in report.notes)]) + "\n"
@@ -88,7 +88,8 @@ def _position_table(report: EvalReport) -> str:
     return "## Conditional acceptance\n\n" + _table(header, rows)
 
 
-def _calibration_table(report: EvalReport) -> str:
+def calibration_table(report: EvalReport) -> str:
+    """Calibration by slot and on average as a Markdown section."""
     header = ["set", "slot", "rounds", "survived", "T", "ECE", "floor", "AUC", "Brier"]
     rows = []
     for name, part in _parts(report).items():
@@ -115,7 +116,8 @@ def _before_after(before: dict[str, Any], after: dict[str, Any] | None, slot: in
     return cells
 
 
-def _threshold_table(report: EvalReport) -> str:
+def threshold_table(report: EvalReport) -> str:
+    """The sweep over thresholds as a Markdown section."""
     header = ["threshold", "drafts a round", "accepted length", "verify rate"]
     rows = [
         [
@@ -209,4 +211,12 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-__all__ = ["markdown", "plot_acceptance", "plot_reliability_of", "plot_thresholds", "write_report"]
+__all__ = [
+    "calibration_table",
+    "markdown",
+    "plot_acceptance",
+    "plot_reliability_of",
+    "plot_thresholds",
+    "threshold_table",
+    "write_report",
+]
