@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import GEMMA4_TRAITS, DSparkConfig
 
 
-_DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel",)
+_GEMMA4 = "Gemma4DSparkModel"
+_DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", _GEMMA4)
 _DEEPSPEC_MARKS = ("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers")
 _DEEPSPEC_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -23,6 +24,8 @@ _DEEPSPEC_FIELDS = (
     *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id", "markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
+_GEMMA4_MARKS = ("attention_k_eq_v", "global_head_dim", "hidden_activation", "rope_parameters")
+_GEMMA4_UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp")
 _FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -80,9 +83,30 @@ def config_from_deepspec(raw: dict[str, Any], source: str, config_class: type = 
     if layer_types != {"full_attention"}:
         raise ValueError(f"`{source}` has layer types {sorted(layer_types)}; only `full_attention` is supported.")
     fields = {name: raw[name] for name in _DEEPSPEC_FIELDS if raw.get(name) is not None}
+    if _GEMMA4 in architectures:
+        fields |= _gemma4_fields(raw, source)
     if fields["markov_rank"] == 0:
         fields |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
     return config_class(**fields)
+
+
+def _gemma4_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """What a DeepSpec drafter for Gemma 4 has otherwise: its layers are all like the target's full-attention layers."""
+    if used := {name: raw[name] for name in _GEMMA4_UNSUPPORTED if raw.get(name)}:
+        raise ValueError(
+            f"`{source}` has {', '.join(f'{name}={value!r}' for name, value in used.items())}; drafters with experts, "
+            "per-layer inputs or a double-wide feed-forward are not supported."
+        )
+    kv_heads = "num_global_key_value_heads" if raw.get("attention_k_eq_v") else "num_key_value_heads"
+    if missing := [name for name in (*_GEMMA4_MARKS, kv_heads) if raw.get(name) is None]:
+        raise ValueError(f"`{source}` is a {_GEMMA4}, and its config lacks {missing}.")
+    return GEMMA4_TRAITS | {
+        "attention_k_eq_v": raw["attention_k_eq_v"],
+        "num_key_value_heads": raw[kv_heads],
+        "head_dim": raw["global_head_dim"],
+        "hidden_act": raw["hidden_activation"],
+        "rope_parameters": raw["rope_parameters"].get("full_attention", raw["rope_parameters"]),
+    }
 
 
 def _read_config(name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 
 
 logger = logging.get_logger("training.train")
@@ -15,7 +16,7 @@ _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "num_target_layers", "block_size", "sample_from_anchor", "target_layer_ids"),
     *("mask_token_id", "markov_rank", "markov_head_type", "draft_vocab_size", "enable_confidence_head"),
-    "confidence_head_with_markov",
+    *("confidence_head_with_markov", *BACKBONE_TRAITS),
 )
 
 
@@ -71,7 +72,8 @@ def check_resumed(checkpoint: Path, drafter: DSparkModel) -> None:
     Raises:
         ValueError: names the fields that differ, with both values, or weights of other names or shapes (adapters).
     """
-    saved = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    # A checkpoint that was written before there was a field has its default.
+    saved = DSparkConfig().to_dict() | json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     current = drafter.config.to_dict()
     different = {name: (saved.get(name), current[name]) for name in _SHAPE if saved.get(name) != current[name]}
     if different:

@@ -104,6 +104,7 @@ def fresh_config(
         enable_confidence_head=arguments.confidence_head,
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
+        **arguments.traits(),
     )
 
 
