@@ -1,0 +1,42 @@
+"""A tiny pair, its package, and a double of the Hub that this process takes for the Hub."""
+
+import shutil
+
+import huggingface_hub
+import pytest
+
+from hub_upload.package import package
+from tests.builders import tiny_drafter, tiny_target
+from tests.hub_upload.hub_double import WRITER, HubDouble
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """Folders of a tiny target and of a package of its drafter; not to be changed."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny_target("llama")
+    target.save_pretrained(folder / "target")
+    tiny_drafter(target).save_pretrained(folder / "drafter")
+    (folder / "drafter" / "README.md").write_text("---\nlibrary_name: transformers\n---\n\nA card.\n")
+    package(folder / "drafter", folder / "package")
+    return folder
+
+
+@pytest.fixture
+def packaged(tiny_pair, tmp_path):
+    """A package of one's own."""
+    return shutil.copytree(tiny_pair / "package", tmp_path / "package")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A running double; `huggingface_hub` in this process talks to it as a writer of `org`, and waits for nothing."""
+    with HubDouble() as double:
+        huggingface_hub.close_session()
+        for name, value in {"ENDPOINT": double.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        yield double
+        huggingface_hub.close_session()
