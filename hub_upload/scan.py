@@ -18,7 +18,7 @@ _SECRETS = {
     "a Google API key": rb"\bAIza[\w-]{35}",
     "a Slack token": rb"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----",
-    "a password in a URL": rb"\b\w+://[^\s/:@'\"{}<>]+:[^\s/@'\"{}<>]+@[\w.-]+",
+    "a password in a URL": rb"://[^\s/:@'\"{}<>]+:[^\s/@'\"{}<>]+@[\w.-]+",
 }
 _LOCAL_PATH = re.compile(
     rb"(?<![\w.:/~\-])/(home|Users|root|mnt|media|scratch|tmp|workspace|work|data|private|var/folders)/[\w.-]+"

@@ -57,7 +57,7 @@ class HubDouble:
     def __init__(self):
         self.store, self.faults = HubStore(), []
         self.requests, self.uploaded, self.leaked = [], 0, False
-        self.lock, self.released = threading.Lock(), threading.Event()
+        self.lock, self.stalled, self.released = threading.Lock(), threading.Event(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"double": self}))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -73,7 +73,7 @@ class HubDouble:
         self.server.server_close()
 
     def environment(self, folder, token=WRITER):
-        """Variables for a process that takes this for the Hub, with caches of its own in `folder`."""
+        """Variables for a process that takes this for the Hub, with caches and a login of its own in `folder`."""
         variables = {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder)}
         return variables | {"HF_TOKEN_PATH": str(folder / "token")} | ({"HF_TOKEN": token} if token else {})
 
@@ -95,6 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One connection: finds the answer to a request among `_ROUTES`, and sends it."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or headers and body, written apart, take 40 ms
     double: HubDouble
 
     def log_message(self, *args):
@@ -105,6 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.double.requests.append(line)
         self.fate = self.double.fault(line) or Fault("")
         if self.fate.stall:
+            self.double.stalled.set()
             self.double.released.wait(60)
             return self._hang_up()
         try:

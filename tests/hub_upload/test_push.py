@@ -36,69 +36,69 @@ def test_a_push_is_one_commit_that_holds_the_folder(hub, packaged):
     assert not hub.leaked  # the token stays with the Hub
 
 
-def test_nothing_new_is_no_commit(hub, packaged):
-    first = push(checked_files(packaged), REPO, tag="v1")
-    again = push(checked_files(packaged), REPO, tag="v1")
+def test_nothing_new_is_no_commit(hub, small):
+    first = push(checked_files(small), REPO, tag="v1")
+    again = push(checked_files(small), REPO, tag="v1")
     assert (again.commit, again.new) == (first.commit, False)
-    (packaged / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nAnother card.\n")
+    (small / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nAnother card.\n")
     sent = hub.uploaded
     with pytest.raises(ValueError, match="tag `v1` already"):
-        push(checked_files(packaged), REPO, tag="v1")
-    second = push(checked_files(packaged), REPO, tag="v2")
+        push(checked_files(small), REPO, tag="v1")
+    second = push(checked_files(small), REPO, tag="v2")
     repository = hub.store.repositories[REPO]
     assert hub.uploaded == sent
     assert repository.commits[second.commit].parent == first.commit
     assert repository.tags == {"v1": first.commit, "v2": second.commit}
 
 
-def test_files_of_an_earlier_package_go_with_the_commit(hub, packaged):
-    (packaged / "calibration.json").write_text("{}")
-    (packaged / "older_dspark.py").write_text("")
-    push(checked_files(packaged), REPO)
-    (packaged / "calibration.json").unlink()
-    (packaged / "older_dspark.py").unlink()
-    pushed = push(checked_files(packaged), REPO)
+def test_files_of_an_earlier_package_go_with_the_commit(hub, small):
+    (small / "calibration.json").write_text("{}")
+    (small / "older_dspark.py").write_text("")
+    push(checked_files(small), REPO)
+    (small / "calibration.json").unlink()
+    (small / "older_dspark.py").unlink()
+    pushed = push(checked_files(small), REPO)
     assert pushed.removed == ("calibration.json", "older_dspark.py")
-    assert names_of(hub) == {file.name for file in checked_files(packaged)}
+    assert names_of(hub) == {file.name for file in checked_files(small)}
 
 
-def test_files_of_others_are_not_touched(hub, packaged):
+def test_files_of_others_are_not_touched(hub, small):
     hub.store.create(REPO, private=True)
     hub.store.put(REPO, {"thesis.txt": b"years of work"})
     with pytest.raises(ValueError, match=r"thesis\.txt.*--keep-others"):
-        push(checked_files(packaged), REPO)
+        push(checked_files(small), REPO)
     assert hub.uploaded == 0
-    push(checked_files(packaged), REPO, keep_others=True)
+    push(checked_files(small), REPO, keep_others=True)
     assert hub.store.repositories[REPO].files()["thesis.txt"].data == b"years of work"
 
 
-def test_who_can_see_it_is_said_and_does_not_change(hub, packaged):
-    push(checked_files(packaged), REPO, public=True)
+def test_who_can_see_it_is_said_and_does_not_change(hub, small):
+    push(checked_files(small), REPO, public=True)
     assert not hub.store.repositories[REPO].private
     with pytest.raises(ValueError, match="public; pass `--public`"):
-        push(checked_files(packaged), REPO)
+        push(checked_files(small), REPO)
     hub.store.create("org/hidden", private=True)
     with pytest.raises(ValueError, match="exists and is private"):
-        push(checked_files(packaged), "org/hidden", public=True)
+        push(checked_files(small), "org/hidden", public=True)
 
 
-def test_a_renamed_repository_is_named(hub, packaged):
-    push(checked_files(packaged), REPO)
+def test_a_renamed_repository_is_named(hub, small):
+    push(checked_files(small), REPO)
     hub.store.rename(REPO, "org/other")
     with pytest.raises(ValueError, match="renamed to `org/other`"):
-        push(checked_files(packaged), REPO)
+        push(checked_files(small), REPO)
 
 
-def test_what_arrived_is_not_sent_again(hub, packaged):
+def test_what_arrived_is_not_sent_again(hub, small):
     """The weights arrive, the commit does not: nobody sees anything, and the next push sends the rest only."""
-    size = (packaged / "model.safetensors").stat().st_size
+    size = (small / "model.safetensors").stat().st_size
     hub.faults.append(Fault("POST .*/commit/", times=100, status=503))
     with pytest.raises(huggingface_hub.errors.HfHubHTTPError):
-        push(checked_files(packaged), REPO, tag="v1")
+        push(checked_files(small), REPO, tag="v1")
     assert hub.uploaded == size
     assert (names_of(hub), hub.store.repositories[REPO].tags) == (set(), {})
     hub.faults.clear()
-    push(checked_files(packaged), REPO, tag="v1")
+    push(checked_files(small), REPO, tag="v1")
     assert hub.uploaded == size
     assert hub.store.repositories[REPO].tags
 
@@ -118,30 +118,30 @@ def test_what_arrived_is_not_sent_again(hub, packaged):
     ],
     ids=lambda fault: f"{fault.pattern}-{fault.status or 'broken'}",
 )
-def test_what_passes_is_waited_for(hub, packaged, fault, monkeypatch):
+def test_what_passes_is_waited_for(hub, small, fault, monkeypatch):
     monkeypatch.setattr(push_module, "STALLED", 0.3)
     hub.faults.append(fault)
-    pushed = push(checked_files(packaged), REPO, tag="v1")
+    pushed = push(checked_files(small), REPO, tag="v1")
     repository = hub.store.repositories[REPO]
     assert fault.times == 0
     assert (len(repository.commits), repository.tags) == (2, {"v1": pushed.commit})
 
 
-def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub, packaged):
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub, small):
     hub.faults.append(Fault("POST .*/commit/", lose_answer=True))
-    pushed = push(checked_files(packaged), REPO)
+    pushed = push(checked_files(small), REPO)
     assert hub.count("POST .*/commit/") == 1
     assert hub.store.repositories[REPO].branches["main"] == pushed.commit
 
 
-def test_another_commit_in_between_is_not_buried(hub, packaged, monkeypatch):
+def test_another_commit_in_between_is_not_buried(hub, small, monkeypatch):
     hub.store.create(REPO, private=True)
     monkeypatch.setattr(
         "hub_upload.push.time.sleep", lambda seconds: hub.store.put(REPO, {"README.md": b"by somebody else"})
     )
     hub.faults.append(Fault("POST .*/commit/", status=503))
     with pytest.raises(ValueError, match="somebody else changed it"):
-        push(checked_files(packaged), REPO, tag="v1")
+        push(checked_files(small), REPO, tag="v1")
     assert hub.store.repositories[REPO].files()["README.md"].data == b"by somebody else"
     assert hub.store.repositories[REPO].tags == {}
 
@@ -150,18 +150,18 @@ def run_command(*arguments):
     return CliRunner().invoke(app, ["push", *map(str, arguments)])
 
 
-def test_a_dry_run_asks_nobody(hub, packaged):
-    result = run_command(packaged, REPO, "--dry-run", "--tag", "v1")
+def test_a_dry_run_asks_nobody(hub, small):
+    result = run_command(small, REPO, "--dry-run", "--tag", "v1")
     assert result.exit_code == 0
-    size = (packaged / "model.safetensors").stat().st_size
+    size = (small / "model.safetensors").stat().st_size
     assert f"{size:>14,}  model.safetensors" in result.stdout
     assert "`org/tiny` (private)" in result.stdout
     assert "`v1`" in result.stdout
     assert hub.requests == []
 
 
-def test_the_command_prints_what_a_stranger_needs(hub, packaged):
-    result = run_command(packaged, REPO, "--tag", "v1")
+def test_the_command_prints_what_a_stranger_needs(hub, small):
+    result = run_command(small, REPO, "--tag", "v1")
     commit = hub.store.repositories[REPO].branches["main"]
     assert result.exit_code == 0
     assert f"pushed: {hub.url}/{REPO}/commit/{commit} (tag v1)" in result.stdout
@@ -186,13 +186,13 @@ def test_the_command_prints_what_a_stranger_needs(hub, packaged):
         ("writer", REPO, Fault("GET .*/models", times=100, status=429), "fewer requests"),
     ],
 )
-def test_errors_are_one_line(hub, packaged, monkeypatch, token, repo, fault, said):
+def test_errors_are_one_line(hub, small, monkeypatch, token, repo, fault, said):
     import re
 
     if token != "writer":
         monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
     hub.faults += [fault] if fault else []
-    result = run_command(packaged, repo)
+    result = run_command(small, repo)
     assert result.exit_code == 2
     last = result.stderr.splitlines()[-1]
     assert re.search(f"^error: .*{said}", last), result.stderr
@@ -200,24 +200,23 @@ def test_errors_are_one_line(hub, packaged, monkeypatch, token, repo, fault, sai
     assert not names_of(hub) if REPO in hub.store.repositories else True
 
 
-def test_without_a_network(hub, packaged, monkeypatch):
+def test_without_a_network(hub, small, monkeypatch):
     closed = HubDouble()
     closed.server.server_close()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed.url)
-    result = run_command(packaged, REPO)
+    result = run_command(small, REPO)
     assert result.exit_code == 2
     assert f"error: {closed.url} cannot be reached (ConnectError" in result.stderr
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in run_command(packaged, REPO).stderr
+    assert "HF_HUB_OFFLINE is set" in run_command(small, REPO).stderr
 
 
-def test_ctrl_c_leaves_the_branch_as_it_was(hub, packaged, tmp_path):
+def test_ctrl_c_leaves_the_branch_as_it_was(hub, small, tmp_path):
     hub.faults.append(Fault("PUT ", stall=True))
-    command = [sys.executable, "-m", "hub_upload", "push", str(packaged), REPO]
+    command = [sys.executable, "-m", "hub_upload", "push", str(small), REPO]
     environment = os.environ | hub.environment(tmp_path / "home")
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and hub.count("PUT ") == 0:
-        process.stdin  # noqa: B018
+    assert hub.stalled.wait(60)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
