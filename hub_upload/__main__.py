@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 
 
-app = typer.Typer(help="DSpark drafters on the Hugging Face Hub: package, push, verify.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="DSpark drafters on the Hugging Face Hub: package, push, verify.", no_args_is_help=True, add_completion=False
+)
 
 
 @app.callback()
@@ -48,6 +50,27 @@ def push(
     raise typer.Exit(
         run(folder, repo_id, public=public, tag=tag, message=message, keep_others=keep_others, dry_run=dry_run)
     )
+
+
+@app.command()
+def verify(
+    drafter: Annotated[str, typer.Argument(help="A package, or a repository on the Hub, owner/name.")],
+    target: Annotated[str, typer.Option(help="The target: a folder or a Hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository; else main.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts; else those of benchmarks/.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each set.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
+    report: Annotated[str | None, typer.Option(help="Report of training.evaluate that the card was made of.")] = None,
+    accept_code: Annotated[
+        str | None, typer.Option(help="Digest, as printed, of other code than the installed project's that may run.")
+    ] = None,
+) -> None:
+    """Check a drafter against its card: files, code, weights, greedy text, accepted length. Exit status 1 if it fails."""
+    from hub_upload.verify import PROMPTS, Settings
+    from hub_upload.verify_command import run
+
+    settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens)
+    raise typer.Exit(run(drafter, settings, revision=revision, report=report, accept_code=accept_code))
 
 
 if __name__ == "__main__":

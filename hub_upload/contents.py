@@ -16,7 +16,7 @@ _PATTERNS = (
     r"custom_generate/generate\.py",
     r"calibration\.json",
     r"cost_profile\.json",
-    r"evaluation\.json",
+    r"files\.json",
     r"\.eval_results/[\w.-]+\.yaml",
     r"(images/)?[\w-]+\.png",
     r"LICENSE",

@@ -51,10 +51,14 @@ def explain(error: Exception, repo_id: str) -> str:
     if isinstance(error, GatedRepoError):
         return f"`{repo_id}` is gated: ask for access on its page, then {_LOGIN}"
     if isinstance(error, RepositoryNotFoundError):
-        return _BY_STATUS[404].format(repo_id=repo_id) + (f"; if it is private, {_LOGIN}" if _status(error) == 401 else "")
+        return _BY_STATUS[404].format(repo_id=repo_id) + (
+            f"; if it is private, {_LOGIN}" if _status(error) == 401 else ""
+        )
     status = _status(error)
     if status is None:
-        return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {_first_line(error)}); check the network"
+        return (
+            f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {_first_line(error)}); check the network"
+        )
     if status >= 500:
         return f"the Hub has a problem of its own (HTTP {status}); run the command again later"
     return _BY_STATUS.get(status, "the Hub refused (HTTP {status}): {detail}").format(
@@ -97,4 +101,4 @@ def _first_line(error: object) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-__all__ = ["HTTPError", "HUB_ERRORS", "WAITS", "announce", "explain", "is_transient", "patiently"]
+__all__ = ["HUB_ERRORS", "WAITS", "HTTPError", "announce", "explain", "is_transient", "patiently"]

@@ -22,7 +22,9 @@ from hub_upload.hub_errors import WAITS, HTTPError, announce, is_transient, pati
 from hub_upload.scan import scan
 
 
-STALLED = 120.0  # seconds without a byte after which a connection counts as broken; huggingface_hub itself waits forever
+STALLED = (
+    120.0  # seconds without a byte after which a connection counts as broken; huggingface_hub itself waits forever
+)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,9 @@ def _existing(api: HfApi, repo_id: str, public: bool) -> Remote | None:
     except RepositoryNotFoundError:
         return None
     if found.private and public:
-        raise ValueError(f"`--public`: `{repo_id}` exists and is private; make it public in its settings, after a look.")
+        raise ValueError(
+            f"`--public`: `{repo_id}` exists and is private; make it public in its settings, after a look."
+        )
     if not found.private and not public:
         raise ValueError(f"`{repo_id}` exists and is public; pass `--public` to push for everybody to see.")
     return found

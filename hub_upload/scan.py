@@ -52,7 +52,9 @@ def is_pickle(data: bytes) -> bool:
     """Whether this is a pickle of any protocol, or a zip, in which `torch.save` puts one."""
     if data.startswith(_ZIP) or re.match(rb"\x80[\x02-\x05]", data):
         return True
-    if not data.endswith(b"."):  # the opcode that ends every pickle; protocols 0 and 1 have no first bytes of their own
+    if not data.endswith(
+        b"."
+    ):  # the opcode that ends every pickle; protocols 0 and 1 have no first bytes of their own
         return False
     try:
         return max(position for _, _, position in pickletools.genops(data) if position is not None) == len(data) - 1

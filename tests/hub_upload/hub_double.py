@@ -41,7 +41,7 @@ class Fault:
     headers: dict = field(default_factory=dict)
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """An answer that is an error, with the headers that the client tells errors apart by."""
 
     def __init__(self, status, message, code=None, **headers):
@@ -112,15 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body()
             if self.fate.status is not None:
-                raise Refusal(self.fate.status, f"The double was told to answer {self.fate.status}.")
+                raise RefusalError(self.fate.status, f"The double was told to answer {self.fate.status}.")
             self._answer(*self._route(body))
-        except Refusal as error:
+        except RefusalError as error:
             self._answer(error.status, {"error": error.message}, error.headers)
         except (ConnectionError, EOFError):
             self._hang_up()
         return None
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
 
     def _body(self):
         length = int(self.headers.get("Content-Length") or 0)
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, path)
             if match and self.command in method:
                 return function(self, match, body, query)
-        raise Refusal(404, f"The double knows no {self.command} {path}.")
+        raise RefusalError(404, f"The double knows no {self.command} {path}.")
 
     def _answer(self, status, content, headers=None):
         if self.fate.lose_answer:
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         if authorization is None:
             return None
         if authorization.removeprefix("Bearer ") not in USERS:
-            raise Refusal(401, "Invalid credentials in Authorization header")
+            raise RefusalError(401, "Invalid credentials in Authorization header")
         return USERS[authorization.removeprefix("Bearer ")]
 
     def repository(self, name, *, write=False):
@@ -183,36 +183,36 @@ class _Handler(BaseHTTPRequestHandler):
         user = self.user()
         if name in self.double.store.moved:
             target = self.path.replace(name, self.double.store.moved[name], 1)
-            raise Refusal(307, "Moved", Location=target)
+            raise RefusalError(307, "Moved", Location=target)
         found = self.double.store.repositories.get(name)
         member = user is not None and found is not None and found.owner in (user[0], *user[1])
         if found is None or (found.private and not member):
-            raise Refusal(401 if user is None else 404, "Repository not found", "RepoNotFound")
+            raise RefusalError(401 if user is None else 404, "Repository not found", "RepoNotFound")
         if write and not (member and user[2]):
-            raise Refusal(403, f"you must have write access to {name}")
+            raise RefusalError(403, f"you must have write access to {name}")
         return found
 
     def commit(self, repository, revision):
         oid = repository.find(revision)
         if oid is None:
-            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+            raise RefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return oid, repository.commits[oid]
 
 
 def _whoami(request, match, body, query):
     user = request.user()
     if user is None:
-        raise Refusal(401, "Invalid username or password.")
+        raise RefusalError(401, "Invalid username or password.")
     return 200, {"type": "user", "name": user[0], "orgs": [{"name": name} for name in user[1]]}
 
 
 def _create(request, match, body, query):
     user, wanted = request.user(), json.loads(body)
     if user is None:
-        raise Refusal(401, "Invalid username or password.")
+        raise RefusalError(401, "Invalid username or password.")
     owner = wanted["organization"] or user[0]
     if not user[2] or owner not in (user[0], *user[1]):
-        raise Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}.")
+        raise RefusalError(403, f"You don't have the rights to create a model under the namespace {owner!r}.")
     name, store = f"{owner}/{wanted['name']}", request.double.store
     answer = {"url": f"{request.double.url}/{name}", "name": name}
     if name in store.repositories or name in store.moved:
@@ -233,7 +233,7 @@ def _tree(request, match, body, query):
     folder, recursive = (match["path"] or "").strip("/"), query.get("recursive") in (["true"], ["True"])
     inside = {path: file for path, file in commit.files.items() if not folder or path.startswith(folder + "/")}
     if folder and not inside:
-        raise Refusal(404, "Entry not found", "EntryNotFound")
+        raise RefusalError(404, "Entry not found", "EntryNotFound")
     depth = len(folder.split("/")) if folder else 0
     folders = {"/".join(path.split("/")[: depth + 1]) for path in inside if path.count("/") > depth}
     listed = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(folders)]
@@ -289,7 +289,7 @@ def _lfs_verify(request, match, body, query):
     request.repository(match["repo"], write=True)
     wanted = json.loads(body)
     if len(request.double.store.large.get(wanted["oid"], b"")) != wanted["size"]:
-        raise Refusal(404, "The object is not there.")
+        raise RefusalError(404, "The object is not there.")
     return 200, {}
 
 
@@ -299,22 +299,30 @@ def _storage(request, match, body, query):
     large = request.double.store.large
     if request.command == "PUT":
         if File(body, True).sha256 != match["oid"]:
-            raise Refusal(400, "The content does not have this hash.")
+            raise RefusalError(400, "The content does not have this hash.")
         large[match["oid"]] = body
         return 200, b""
-    held = [file for each in request.double.store.repositories.values() for c in each.commits.values() for file in c.files.values()]
+    held = [
+        file
+        for each in request.double.store.repositories.values()
+        for c in each.commits.values()
+        for file in c.files.values()
+    ]
     return _ranged(request, next(file.data for file in held if file.sha256 == match["oid"]), {})
 
 
 def _commit(request, match, body, query):
     repository, store = request.repository(match["repo"], write=True), request.double.store
     if match["revision"] not in repository.branches:
-        raise Refusal(404, "Only branches take commits.", "RevisionNotFound")
+        raise RefusalError(404, "Only branches take commits.", "RevisionNotFound")
     lines = [json.loads(line) for line in body.splitlines()]
     header = next(line["value"] for line in lines if line["key"] == "header")
     with request.double.lock:
-        if header.get("parentCommit", repository.branches[match["revision"]]) != repository.branches[match["revision"]]:
-            raise Refusal(412, "A commit has happened since. Please refresh and try again.")
+        if (
+            header.get("parentCommit", repository.branches[match["revision"]])
+            != repository.branches[match["revision"]]
+        ):
+            raise RefusalError(412, "A commit has happened since. Please refresh and try again.")
         files = dict(repository.files(match["revision"]))
         for line in lines:
             _apply(files, line["key"], line["value"], store)
@@ -327,11 +335,10 @@ def _apply(files, key, value, store):
         files[value["path"]] = File(base64.b64decode(value["content"]), False)
     elif key == "lfsFile":
         if value["oid"] not in store.large:
-            raise Refusal(400, f"{value['path']} points to an object that was not uploaded.")
+            raise RefusalError(400, f"{value['path']} points to an object that was not uploaded.")
         files[value["path"]] = File(store.large[value["oid"]], True)
-    elif key == "deletedFile":
-        if files.pop(value["path"], None) is None:
-            raise Refusal(404, "A file with this name doesn't exist", "EntryNotFound")
+    elif key == "deletedFile" and files.pop(value["path"], None) is None:
+        raise RefusalError(404, "A file with this name doesn't exist", "EntryNotFound")
 
 
 def _tag(request, match, body, query):
@@ -342,7 +349,7 @@ def _tag(request, match, body, query):
     oid, _ = request.commit(repository, match["revision"])
     name = json.loads(body)["tag"]
     if name in repository.tags:
-        raise Refusal(409, f"Tag {name} already exists.")
+        raise RefusalError(409, f"Tag {name} already exists.")
     repository.tags[name] = oid
     return 200, {}
 
@@ -352,7 +359,7 @@ def _resolve(request, match, body, query):
     oid, commit = request.commit(repository, match["revision"])
     file = commit.files.get(match["path"])
     if file is None:
-        raise Refusal(404, "Entry not found", "EntryNotFound", X_Repo_Commit=oid)
+        raise RefusalError(404, "Entry not found", "EntryNotFound", X_Repo_Commit=oid)
     headers = {"X-Repo-Commit": oid, "ETag": f'"{file.blob_id}"'}
     if file.large:
         linked = {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(len(file.data))}
@@ -366,7 +373,7 @@ def _ranged(request, data, headers):
         return 200, data, headers
     start = int(wanted[1])
     if start >= len(data):
-        raise Refusal(416, "Range not satisfiable", Content_Range=f"bytes */{len(data)}")
+        raise RefusalError(416, "Range not satisfiable", Content_Range=f"bytes */{len(data)}")
     return 206, data[start:], headers | {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
 
 

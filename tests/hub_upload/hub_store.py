@@ -21,7 +21,9 @@ class File:
 
     @property
     def pointer(self):
-        return f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
+        return (
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
+        )
 
     @property
     def blob_id(self):
@@ -86,7 +88,9 @@ class HubStore:
     def create(self, name, *, private):
         """A repository with the first commit that the Hub makes."""
         repository = Repository(private=private, owner=name.split("/")[0])
-        repository.add({".gitattributes": File(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", False)}, "first")
+        repository.add(
+            {".gitattributes": File(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", False)}, "first"
+        )
         self.repositories[name] = repository
         return repository
 

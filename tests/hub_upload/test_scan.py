@@ -37,7 +37,9 @@ def test_secrets_are_found_and_not_repeated(small, kind, name):
 
 def test_secrets_in_the_metadata_of_the_weights(small):
     weights = load_file(small / "model.safetensors")
-    save_file(weights, small / "model.safetensors", metadata={"format": "pt", "from": SECRETS["a path of this machine"]})
+    save_file(
+        weights, small / "model.safetensors", metadata={"format": "pt", "from": SECRETS["a path of this machine"]}
+    )
     with pytest.raises(ValueError, match=r"model\.safetensors \(metadata\)"):
         checked_files(small)
 
