@@ -3,16 +3,18 @@
 A ratio is pooled (tokens over rounds, kept over tried). Prompts are drawn with replacement, and the ratio is pooled anew in
 each of `RESAMPLES` draws. The interval spans the middle `1 - level` of these, and each half is stretched by
 
-    sqrt(m / (m - 1) * (1 + m / n))
+    sqrt(m / (m - 1) * (1 + m / n)) * t / z
 
 for `m` prompts here and `n` behind the claim: the first factor since a draw of `m` from `m` varies too little, the second
-since the claim is a sample as well. A claim outside the interval, widened by the claim's own rounding, deviates. A true claim
+since the claim is a sample as well, and `t / z`, the quantile of Student's distribution with `m - 1` degrees of freedom over
+the normal one, since the scatter is itself estimated. A claim outside the interval, widened by the claim's own rounding, deviates. A true claim
 does so in about `level` of all cases. The draws are seeded: the same measurement gives the same interval.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -68,12 +70,19 @@ def compare(
     pooled = over[drawn].sum(1) / np.maximum(under[drawn].sum(1), 1e-12)
     low, high = np.quantile(pooled, [level / 2, 1 - level / 2])
     stretch = math.sqrt(num_prompts / (num_prompts - 1) * (1 + num_prompts / max(claim_prompts, 1)))
+    stretch *= _student(level, num_prompts - 1)
     return Comparison(
         measured,
         measured - stretch * (measured - float(low)) - rounding,
         measured + stretch * (float(high) - measured) + rounding,
         claim,
     )
+
+
+def _student(level: float, degrees: int) -> float:
+    """`t / z` of a two-sided interval, by the first terms of the expansion in `1 / degrees` (Abramowitz & Stegun 26.7.5)."""
+    z2 = NormalDist().inv_cdf(1 - level / 2) ** 2
+    return 1 + (z2 + 1) / (4 * degrees) + (5 * z2**2 + 16 * z2 + 3) / (96 * degrees**2)
 
 
 __all__ = ["FEWEST", "FEWEST_TRIALS", "LEVEL", "Comparison", "compare"]

@@ -22,6 +22,7 @@ from hub_upload.checks import FAIL, OK, OPEN, Check, Report, static_checks
 from hub_upload.claims import Claims
 from hub_upload.deviation import FEWEST, FEWEST_TRIALS, LEVEL, compare
 from hub_upload.subject import Subject, find_subject
+from modeling_dspark import DSparkModel
 from training.evaluation_runs import PromptSet, plan_sets, read_sets
 from training.rounds import judged
 from training.targets import load_tokenizer, resolve_target
@@ -156,8 +157,11 @@ def _check_loading(answer: dict[str, Any], subject: Subject, folder: Path) -> Ch
         problems.append(f"other code took part: {answer['class']} {answer['others']}")
     if not Path(answer["code"]).is_relative_to(folder.resolve() / "modules"):
         problems.append(f"the code came from {answer['code']}")
-    if subject.commit is not None and (answer["commit"], Path(answer["code"]).name) != (subject.commit,) * 2:
-        problems.append(f"commit {answer['commit']} was loaded, with the code of {Path(answer['code']).name}")
+    if subject.commit is not None and Path(answer["code"]).name != subject.commit:
+        problems.append(f"the code of {Path(answer['code']).name} was loaded")
+    # By the installed code, which the package's was found equal to, or which the user accepted another for.
+    if answer["weights"] != verify_probe.digest(DSparkModel.from_pretrained(subject.folder, dtype="float32")):
+        problems.append("the weights that were loaded are not those of model.safetensors")
     return Check.of("loading", problems, "by AutoModel, with the code that came with it, in a clean process")
 
 

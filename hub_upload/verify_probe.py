@@ -6,6 +6,7 @@ It imports torch and transformers only, so that no other copy of the drafter's c
 it saw goes into the answer. The rounds are the forwards of the target, counted here and not by the drafter.
 """
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -26,11 +27,12 @@ def main(request: Path, answer: Path) -> None:
     drafter = AutoModel.from_pretrained(asked["drafter"], trust_remote_code=True, dtype=torch.float32, **pinned).eval()
     calls = [0]
     target.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    settings = {"assistant_model": drafter, "num_assistant_tokens_schedule": "fixed"}
+    _decode(target, asked["prompts"][0], 2, **settings)  # the first call also tries whether the target can be packed
     seen: list[dict[str, Any]] = []
     for prompt in tqdm(asked["prompts"], unit="prompt", desc="plain and assisted"):
         plain = _decode(target, prompt, asked["max_new_tokens"])
         calls[0] = 0
-        settings = {"assistant_model": drafter, "num_assistant_tokens_schedule": "fixed"}
         assisted = _decode(target, prompt, asked["max_new_tokens"], **settings)
         run = drafter.last_run.requests[0]
         rounds = {name: list(getattr(run, name)) for name in ("verified", "accepted", "new_tokens")}
@@ -41,10 +43,18 @@ def main(request: Path, answer: Path) -> None:
         "prompts": seen,
         "class": f"{kind.__module__}.{kind.__name__}",
         "code": str(Path(str(module.__file__)).parent),
-        "commit": getattr(drafter.config, "_commit_hash", None),
+        "weights": digest(drafter),
         "others": sorted(name for name in sys.modules if name.split(".")[0] == "modeling_dspark"),
     }
     answer.write_text(json.dumps(written), encoding="utf-8")
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of all tensors of a model, by name."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.float().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _decode(target: Any, prompt: list[int], max_new_tokens: int, **settings: Any) -> list[int]:

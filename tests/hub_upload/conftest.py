@@ -41,9 +41,19 @@ def hub(monkeypatch, tmp_path):
     """A running double; `huggingface_hub` in this process talks to it as a writer of `org`, and waits for nothing."""
     with HubDouble() as double:
         huggingface_hub.close_session()
-        for name, value in {"ENDPOINT": double.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        settings = {
+            "ENDPOINT": double.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": double.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+            "HF_TOKEN_PATH": str(tmp_path / "home" / "token"),
+        }
+        for (
+            name,
+            value,
+        ) in settings.items():  # as the variables of these names would, had they been set before the import
             monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setenv("HF_TOKEN", WRITER)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         yield double
