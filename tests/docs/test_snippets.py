@@ -31,7 +31,7 @@ from training.targets import EMBEDDED_TARGET, resolve_target
 
 ROOT = Path(__file__).parents[2]
 DRAFTER = ROOT / "hub_upload" / "repos" / "dspark-smollm2-135m-instruct"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES_WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 # Commands whose arguments are a dataclass.
@@ -178,6 +178,8 @@ def test_commands_exist(page, monkeypatch):
         "python -m benchmarks.profile --plot",
         "python -m benchmarks.memory --batch-sizes none",
         "python -m hub_upload package only-one-argument",
+        "python -m hub_upload push build/my-drafter my-org/my-drafter --token abc",
+        "python -m hub_upload verify without-a-target",
         "python -m training.no_such_module",
     ],
 )

@@ -20,7 +20,7 @@ from tests.hub_upload.hub_store import File, HubStore
 
 WRITER, READER, STRANGER = "hf-double-writer", "hf-double-reader", "hf-double-stranger"
 # token: (user, organisations, whether it may write)
-USERS = {WRITER: ("ann", ("org",), True), READER: ("bob", ("org",), False), STRANGER: ("eve", (), True)}
+USERS = {WRITER: ("ann", ("org", "my-org"), True), READER: ("bob", ("org",), False), STRANGER: ("eve", (), True)}
 
 
 @dataclass
