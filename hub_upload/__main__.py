@@ -60,6 +60,7 @@ def verify(
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts; else those of benchmarks/.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each set.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
+    device: Annotated[str, typer.Option(help="Where both models run, in fp32, e.g. cuda.")] = "cpu",
     report: Annotated[str | None, typer.Option(help="Report of training.evaluate that the card was made of.")] = None,
     accept_code: Annotated[
         str | None, typer.Option(help="Digest, as printed, of other code than the installed project's that may run.")
@@ -69,7 +70,7 @@ def verify(
     from hub_upload.verify import PROMPTS, Settings
     from hub_upload.verify_command import run
 
-    settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens)
+    settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
     raise typer.Exit(run(drafter, settings, revision=revision, report=report, accept_code=accept_code))
 
 

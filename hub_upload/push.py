@@ -228,6 +228,8 @@ def _commit(
             if wait is None or not is_transient(error):
                 raise
             announce(error, wait)
+        except RuntimeError as error:  # hf_xet's own, of which huggingface_hub knows nothing
+            raise OSError(f"the upload broke ({error}); run the command again, or set HF_HUB_DISABLE_XET=1") from error
         time.sleep(wait)
         now = patiently(lambda: remote(api, repo_id))
         if now.head != before.head:

@@ -40,12 +40,14 @@ class Settings:
         prompts (`str`): JSONL file of prompts, with the names of their sets in `source` or `category`.
         limit (`int`): Prompts of each set.
         max_new_tokens (`int`): Longest answer.
+        device (`str`): Where both run, in fp32.
     """
 
     target: str
     prompts: str = str(PROMPTS)
     limit: int = 2
     max_new_tokens: int = 64
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def _probe(folder: Path, subject: Subject, settings: Settings, prompts: list[lis
         "target": resolve_target(settings.target),
         "prompts": prompts,
         "max_new_tokens": settings.max_new_tokens,
+        "device": settings.device,
     }
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}

@@ -21,10 +21,12 @@ from transformers.utils import logging
 def main(request: Path, answer: Path) -> None:
     """Answer a request; both are JSON files."""
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     asked = json.loads(request.read_text(encoding="utf-8"))
-    target = AutoModelForCausalLM.from_pretrained(asked["target"], dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(asked["target"], dtype=torch.float32).to(asked["device"]).eval()
     pinned = {"revision": asked["revision"]} if asked["revision"] else {}
-    drafter = AutoModel.from_pretrained(asked["drafter"], trust_remote_code=True, dtype=torch.float32, **pinned).eval()
+    drafter: Any = AutoModel.from_pretrained(asked["drafter"], trust_remote_code=True, dtype=torch.float32, **pinned)
+    drafter.to(asked["device"]).eval()
     calls = [0]
     target.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     settings = {"assistant_model": drafter, "num_assistant_tokens_schedule": "fixed"}
@@ -53,12 +55,12 @@ def digest(model: torch.nn.Module) -> str:
     """A hash of all tensors of a model, by name."""
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + tensor.float().numpy().tobytes())
+        found.update(name.encode() + tensor.float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 def _decode(target: Any, prompt: list[int], max_new_tokens: int, **settings: Any) -> list[int]:
-    input_ids = torch.tensor([prompt])
+    input_ids = torch.tensor([prompt], device=target.device)
     output = target.generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
