@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from hub_upload import verify as verify_module
 from hub_upload.__main__ import app
 from hub_upload.package import package
 from hub_upload.push import checked_files, push
-from tests.hub_upload.bigrams import NEW_TOKENS, SETS, card_of, make_pair
+from modeling_dspark import DSparkModel
+from tests.hub_upload.bigrams import NEW_TOKENS, SETS, card_of, count_rounds, make_pair
+from training.evaluation import acceptance_figures
+from training.evaluation_report import EvalReport, SetReport
+from training.features import fingerprint
 
 
 REPO = "org/tiny"
@@ -45,6 +50,8 @@ def honest(tmp_path_factory, tiny_tokenizer):
     (folder / "drafter" / "README.md").write_text(card_of(texts, table))
     package(folder / "drafter", folder / "package")
     write_manifest(folder / "package")
+    (folder / "texts.json").write_text(json.dumps(texts))
+    (folder / "table.json").write_text(json.dumps(table))
     lines = [json.dumps({"text": text, "source": name}) for name, prompts in SETS.items() for text in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     return folder
@@ -216,6 +223,50 @@ def test_counts_that_do_not_add_up(honest, copy, verified, monkeypatch):
     result = run_verify(honest, copy)
     assert failed(result) == ["accepted length"]
     assert "not those of the target's forwards" in result.stdout
+
+
+@pytest.fixture(scope="session")
+def report(honest):
+    """What `training.evaluate` would report of the same rounds, counted by hand, and of these weights."""
+    texts = json.loads((honest / "texts.json").read_text())
+    table = json.loads((honest / "table.json").read_text())
+    parts = {name: [count_rounds(text, table) for text in each] for name, each in texts.items()}
+    pooled = set_of([each for part in parts.values() for each in part])
+    sets = {name: set_of(part) for name, part in parts.items()}
+    drafter = {"fingerprint": fingerprint(DSparkModel.from_pretrained(honest / "drafter", dtype="bfloat16"))}
+    return EvalReport(drafter, {}, {"dtype": "bfloat16"}, {}, sets, pooled, (), None)
+
+
+def set_of(counted):
+    """Figures of some prompts, as a report has them."""
+    columns = [[value for each in counted for value in getattr(each, name)] for name in ("tried", "kept", "tokens")]
+    figures = acceptance_figures(verified=columns[0], accepted=columns[1], new_tokens=columns[2], num_slots=4)
+    return SetReport(len(counted), 0, figures, None, None, None)
+
+
+def test_a_report_has_the_last_word(honest, copy, report, tmp_path, seen_before):
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    result = run_verify(honest, copy, "--report", path)
+    assert (result.exit_code, failed(result), result.stdout.splitlines()[-1]) == (0, [], "passed")
+    assert rows_of(result)["weights"] == "fit the report"
+    path.write_text(replace(report, drafter={"fingerprint": "0123456789abcdef"}).to_json())
+    assert failed(run_verify(honest, copy, "--report", path)) == ["weights"]
+    path.write_text(json.dumps({"sections": [], "drafter": {"sha256": "0" * 64}}))
+    assert failed(run_verify(honest, copy, "--report", path)) == ["weights"]
+
+
+def test_a_card_that_is_not_of_the_report(honest, copy, report, tmp_path, seen_before):
+    """A digit of one slot: too little for any measurement, and found all the same."""
+    path, card = tmp_path / "report.json", (copy / "README.md").read_text()
+    path.write_text(report.to_json())
+    row = re.search(r"^\| alpha .*\| ([\d.]+) [\d. -]+\|$", card, re.MULTILINE)
+    start, end = row.span(1)
+    (copy / "README.md").write_text(f"{card[:start]}{float(row[1]) + 0.02:.2f}{card[end:]}")
+    write_manifest(copy)
+    result = run_verify(honest, copy, "--report", path)
+    assert failed(result) == ["card"]
+    assert f"`alpha` says {float(row[1]) + 0.02:.2f}"[:-1] in rows_of(result)["card"]
 
 
 def test_pickles_and_secrets_stop_it(honest, copy):
