@@ -38,17 +38,14 @@ class Claims:
     pooled: Claim
     rounding: float
 
-    def accepted_length(self, tokens: dict[str, float]) -> tuple[float, int]:
-        """The accepted length claimed for a mix of sets, and the prompts behind it.
+    def lengths(self, groups: set[str]) -> dict[str, float]:
+        """The accepted length claimed for each of some sets: its own, or the pooled one if not all of them are known."""
+        known = groups <= set(self.sets)
+        return {name: (self.sets[name] if known else self.pooled).accepted_length for name in groups}
 
-        Args:
-            tokens (`dict[str, float]`): New tokens measured in each set. With `T_s` tokens in a set of claimed length
-                `tau_s`, the rounds would be `sum T_s / tau_s`. If a set is not in the claims, the pooled claim stands.
-        """
-        if not set(tokens) <= set(self.sets):
-            return self.pooled.accepted_length, self.pooled.prompts
-        rounds = sum(count / self.sets[name].accepted_length for name, count in tokens.items())
-        return sum(tokens.values()) / rounds, sum(self.sets[name].prompts for name in tokens)
+    def prompts(self, groups: set[str]) -> int:
+        """Prompts behind these claims."""
+        return sum(self.sets[name].prompts for name in groups) if groups <= set(self.sets) else self.pooled.prompts
 
 
 def claims_of_card(folder: Path) -> Claims | None:
@@ -100,7 +97,10 @@ def _claim(name: str, row: dict[str, str]) -> Claim:
     try:
         counts = [int(row[column].replace(",", "")) for column in ("prompts", "rounds")]
         acceptance = tuple(None if cell == "-" else float(cell) for cell in row["acceptance by slot"].split())
-        return Claim(counts[0], counts[1], float(row["accepted length"]), acceptance)
+        length = float(row["accepted length"])
+        if length < 1:
+            raise ValueError(f"an accepted length is at least 1, got {length}")
+        return Claim(counts[0], counts[1], length, acceptance)
     except ValueError as error:
         raise ValueError(
             f"`README.md`: the row `{name}` of the table under `Greedy` cannot be read: {error}."

@@ -210,17 +210,23 @@ def _check_figures(outcomes: list[Outcome], claims: Claims | None) -> Iterator[C
             "accepted length", OPEN, f"{measured:.2f} measured in {sum(rounds)} rounds, and nothing is claimed"
         )
         return
-    by_set: dict[str, float] = {}
-    for each, count in zip(useful, tokens, strict=True):
-        by_set[each.group] = by_set.get(each.group, 0) + count
-    claim, behind = claims.accepted_length(by_set)
-    found = compare(tokens, rounds, claim, claim_prompts=behind, rounding=claims.rounding)
-    said = f"claimed {claim:.2f}, measured {found.measured:.2f} ({1 - LEVEL:.0%} interval {found.low:.2f} to {found.high:.2f})"
-    yield Check(
-        "accepted length", FAIL if found.deviates else OK, f"{said}, {len(useful)} prompts, {sum(rounds)} rounds"
-    )
-    if set(claims.sets) == set(by_set):  # else the pooled claim is of another mix of sets
+    yield _check_length(useful, tokens, rounds, claims)
+    if set(claims.sets) == {each.group for each in useful}:  # else the pooled claim is of another mix of sets
         yield _check_slots(useful, claims)
+
+
+def _check_length(outcomes: list[Outcome], tokens: list[int], rounds: list[int], claims: Claims) -> Check:
+    """Compare rounds with those that the claims of the sets make of the tokens: then sets may differ as they like."""
+    groups = {each.group for each in outcomes}
+    stated = claims.lengths(groups)
+    expected = [n / stated[each.group] for each, n in zip(outcomes, tokens, strict=True)]
+    claim = sum(tokens) / sum(expected)
+    behind = claims.prompts(groups)
+    found = compare(expected, rounds, 1.0, claim_prompts=behind, rounding=claims.rounding / claim)
+    low, high = claim * found.low, claim * found.high
+    said = f"claimed {claim:.2f}, measured {claim * found.measured:.2f} ({1 - LEVEL:.0%} interval {low:.2f} to {high:.2f})"
+    verdict = FAIL if found.deviates else OK
+    return Check("accepted length", verdict, f"{said}, {len(outcomes)} prompts, {sum(rounds)} rounds")
 
 
 def _check_slots(outcomes: list[Outcome], claims: Claims) -> Check:

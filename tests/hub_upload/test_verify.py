@@ -191,6 +191,12 @@ def test_other_numbers_in_the_card(honest, copy, seen_before, change, rows):
     assert result.exit_code == 1
 
 
+def test_a_length_below_one_is_no_length(honest, copy, seen_before):
+    card = (copy / "README.md").read_text()
+    (copy / "README.md").write_text(re.sub(r"(\| pooled .*?\| )[\d.]+( \| 4.00)", r"\g<1>0\2", card))
+    assert "at least 1, got 0.0" in rows_of(run_verify(honest, copy))["card"]
+
+
 def test_numbers_of_eval_results(honest, copy, seen_before):
     (copy / ".eval_results").mkdir()
     entry = (
