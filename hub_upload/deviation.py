@@ -1,14 +1,16 @@
 """When a measured ratio contradicts a claimed one: bootstrap over prompts, whose rounds are alike.
 
-A ratio is pooled (tokens over rounds, kept over tried). Prompts are drawn with replacement, and the ratio is pooled anew in
-each of `RESAMPLES` draws. The interval spans the middle `1 - level` of these, and each half is stretched by
+A ratio is pooled (rounds that a claim expects over rounds, drafts kept over drafts tried). Prompts are drawn with
+replacement, and the ratio is pooled anew in each of `RESAMPLES` draws. The interval spans the middle `1 - level` of these, and
+each half is stretched by
 
     sqrt(m / (m - 1) * (1 + m / n)) * t / z
 
 for `m` prompts here and `n` behind the claim: the first factor since a draw of `m` from `m` varies too little, the second
 since the claim is a sample as well, and `t / z`, the quantile of Student's distribution with `m - 1` degrees of freedom over
-the normal one, since the scatter is itself estimated. A claim outside the interval, widened by the claim's own rounding, deviates. A true claim
-does so in about `level` of all cases. The draws are seeded: the same measurement gives the same interval.
+the normal one, since the scatter is itself estimated. A claim outside the interval, widened by the claim's own rounding,
+deviates. A true claim does so in about `level` of all cases. The draws are seeded: the same measurement gives the same
+interval.
 """
 
 import math
