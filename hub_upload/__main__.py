@@ -6,12 +6,14 @@ from typing import Annotated, Any
 import typer
 
 
-app = typer.Typer(help="Package DSpark drafters for the Hugging Face Hub.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="DSpark drafters on the Hugging Face Hub: package, push, verify.", no_args_is_help=True, add_completion=False
+)
 
 
 @app.callback()
 def main() -> None:
-    """Package DSpark drafters for the Hugging Face Hub."""
+    """DSpark drafters on the Hugging Face Hub: package, push, verify."""
 
 
 @app.command()
@@ -79,6 +81,48 @@ def package(
 def _list(files: dict[str, int]) -> None:
     for path, size in files.items():
         typer.echo(f"{size:>12,}  {path}")
+
+
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(help="A package: what `package` wrote.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository, owner/name; created if it is not there.")],
+    public: Annotated[bool, typer.Option("--public", help="For everybody to see; else private.")] = False,
+    tag: Annotated[str | None, typer.Option(help="Tag of the commit, e.g. v1.0; else none. Tags do not move.")] = None,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Push a DSpark drafter",
+    keep_others: Annotated[
+        bool, typer.Option("--keep-others", help="Push beside files of the repository that no package has.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder, say what would happen, stop.")] = False,
+) -> None:
+    """Push a package to the Hub in one commit. The token is that of `hf auth login`, or HF_TOKEN."""
+    from hub_upload.push_command import run
+
+    raise typer.Exit(
+        run(folder, repo_id, public=public, tag=tag, message=message, keep_others=keep_others, dry_run=dry_run)
+    )
+
+
+@app.command()
+def verify(
+    drafter: Annotated[str, typer.Argument(help="A package, or a repository on the Hub, owner/name.")],
+    target: Annotated[str, typer.Option(help="The target: a folder or a Hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository; else main.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts; else those of benchmarks/.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each set.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
+    device: Annotated[str, typer.Option(help="Where both models run, in fp32, e.g. cuda.")] = "cpu",
+    report: Annotated[str | None, typer.Option(help="Report of training.evaluate that the card was made of.")] = None,
+    accept_code: Annotated[
+        str | None, typer.Option(help="Digest, as printed, of other code than the installed project's that may run.")
+    ] = None,
+) -> None:
+    """Check a drafter against its card: files, code, weights, greedy text, accepted length. Exit status 1 if it fails."""
+    from hub_upload.verify import PROMPTS, Settings
+    from hub_upload.verify_command import run
+
+    settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
+    raise typer.Exit(run(drafter, settings, revision=revision, report=report, accept_code=accept_code))
 
 
 if __name__ == "__main__":

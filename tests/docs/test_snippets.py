@@ -179,6 +179,8 @@ def test_commands_exist(page, monkeypatch):
         "python -m benchmarks.memory --batch-sizes none",
         "python -m hub_upload package only-one-argument",
         "python -m hub_upload card a --no-such-flag",
+        "python -m hub_upload push build/my-drafter my-org/my-drafter --token abc",
+        "python -m hub_upload verify without-a-target",
         "python -m training.no_such_module",
     ],
 )

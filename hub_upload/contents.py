@@ -1,0 +1,37 @@
+"""What a package may hold, by name; nothing else is pushed, and nothing else is taken for ours on the Hub.
+
+Everything here is text or one file of weights. This module opens no file and needs neither torch nor a network.
+"""
+
+import re
+from collections.abc import Iterable
+
+
+REQUIRED = ("config.json", "model.safetensors", "README.md", "modeling_dspark.py", "configuration_dspark.py")
+_PATTERNS = (
+    r"config\.json",
+    r"README\.md",
+    r"model\.safetensors",
+    r"[a-z]\w*_dspark\.py",
+    r"custom_generate/generate\.py",
+    r"calibration\.json",
+    r"cost_profile\.json",
+    r"files\.json",
+    r"\.eval_results/[\w.-]+\.yaml",
+    r"(images/)?[\w-]+\.png",
+    r"LICENSE",
+)
+_FROM_THE_HUB = (".gitattributes",)  # which it makes itself in each repository
+
+
+def is_package_file(path: str) -> bool:
+    """Whether a package may hold a file of this name, relative to its root, with `/`."""
+    return any(re.fullmatch(pattern, path) for pattern in _PATTERNS)
+
+
+def foreign_files(paths: Iterable[str]) -> list[str]:
+    """Those that no package has, sorted; what the Hub puts into a repository by itself does not count."""
+    return sorted(path for path in paths if not is_package_file(path) and path not in _FROM_THE_HUB)
+
+
+__all__ = ["REQUIRED", "foreign_files", "is_package_file"]

@@ -1,0 +1,83 @@
+"""What must not be published: secrets, pickles, and paths of somebody's machine. Reads files; talks to no network.
+
+A finding names the file, the line and the kind of the thing, never the thing itself: what is printed ends up in logs.
+"""
+
+import pickletools
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+_SECRETS = {
+    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{20,}",
+    "an AWS key": rb"\b(AKIA|ASIA)[A-Z0-9]{16}\b",
+    "an API key (sk-...)": rb"\bsk-[A-Za-z0-9_-]{20,}",
+    "a GitHub token": rb"\b(gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
+    "a Google API key": rb"\bAIza[\w-]{35}",
+    "a Slack token": rb"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----",
+    "a password in a URL": rb"://[^\s/:@'\"{}<>]+:[^\s/@'\"{}<>]+@[\w.-]+",
+}
+_LOCAL_PATH = re.compile(
+    rb"(?<![\w.:/~\-])/(home|Users|root|mnt|media|scratch|tmp|workspace|work|data|private|var/folders)/[\w.-]+"
+    rb"|\b[A-Za-z]:\\{1,2}(Users|Documents)\\"
+)
+_PICKLE_NAMES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
+_ZIP = b"PK\x03\x04"  # what `torch.save` writes: a zip with a pickle in it
+
+
+def scan(path: Path, name: str) -> list[str]:
+    """What is wrong with a file.
+
+    Args:
+        path (`Path`): The file.
+        name (`str`): What it is called in messages.
+
+    Returns:
+        `list[str]`: one line a finding; empty if the file may be published.
+    """
+    if path.suffix.lower() in _PICKLE_NAMES:
+        return [f"{name}: a pickle by its name ({path.suffix}); weights are published as safetensors"]
+    if path.suffix == ".safetensors":
+        return _scan_weights(path, name)
+    data = path.read_bytes()
+    if is_pickle(data):
+        return [f"{name}: a pickle by its content, which runs code when it is loaded"]
+    return _scan_content(data, name)
+
+
+def is_pickle(data: bytes) -> bool:
+    """Whether this is a pickle of any protocol, or a zip, in which `torch.save` puts one."""
+    if data.startswith(_ZIP) or re.match(rb"\x80[\x02-\x05]", data):
+        return True
+    if not data.endswith(
+        b"."
+    ):  # the opcode that ends every pickle; protocols 0 and 1 have no first bytes of their own
+        return False
+    try:
+        return max(position for _, _, position in pickletools.genops(data) if position is not None) == len(data) - 1
+    except (ValueError, IndexError):
+        return False
+
+
+def _scan_weights(path: Path, name: str) -> list[str]:
+    try:
+        with safe_open(path, framework="np") as weights:
+            metadata = weights.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        return [f"{name}: not a safetensors file ({error})"]
+    return _scan_content("\n".join(f"{key}={value}" for key, value in metadata.items()).encode(), f"{name} (metadata)")
+
+
+def _scan_content(data: bytes, name: str) -> list[str]:
+    kinds = [(kind, re.compile(pattern)) for kind, pattern in _SECRETS.items()]
+    if b"\0" not in data:
+        kinds.append(("a path of this machine", _LOCAL_PATH))
+    found = [(match.start(), kind) for kind, pattern in kinds for match in pattern.finditer(data)]
+    lines = [(1 + data.count(b"\n", 0, position), kind) for position, kind in sorted(found)]
+    return [f"{name}:{line}: {kind}" for line, kind in lines]
+
+
+__all__ = ["is_pickle", "scan"]

@@ -1,0 +1,37 @@
+"""What `python -m hub_upload verify` prints, and its exit status: 0 passed, 1 failed, 2 could not check, 130 for Ctrl-C."""
+
+import typer
+
+from hub_upload.checks import FAIL, OPEN, Check
+from hub_upload.hub_errors import HUB_ERRORS, explain
+from hub_upload.verify import Settings, verify
+
+
+def run(name: str, settings: Settings, *, revision: str | None, report: str | None, accept_code: str | None) -> int:
+    """Check, print a row for each finding and the verdict; returns the exit status."""
+    rows: list[Check] = []
+    try:
+        for check in verify(name, settings, revision=revision, report=report, accepted_code=accept_code):
+            rows.append(check)
+            typer.echo(f"{check.verdict:<5} {check.name:<16} {check.said}")
+    except HUB_ERRORS as error:
+        return _stop(f"error: {explain(error, name)}", 2)
+    except (OSError, ValueError) as error:
+        return _stop(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return _stop("Interrupted; there is no verdict.", 130)
+    failed = [row.name for row in rows if row.verdict == FAIL]
+    still_open = [row.name for row in rows if row.verdict == OPEN]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    if still_open:
+        verdict += f"; nothing to check against: {', '.join(still_open)}"
+    typer.echo(f"\n{verdict}")
+    return 1 if failed else 0
+
+
+def _stop(line: str, status: int) -> int:
+    typer.echo(line, err=True)
+    return status
+
+
+__all__ = ["run"]
