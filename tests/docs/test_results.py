@@ -8,6 +8,7 @@ import pytest
 from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
 from benchmarks.report import speed_tables
+from benchmarks.study_report import acceptance_table, confidence_tables, curve_table, margin_table, tau_table
 from benchmarks.throughput_summary import throughput_table
 from benchmarks.training_step import step_table
 
@@ -91,3 +92,30 @@ def test_quoted_time_and_memory_of_the_training_step():
         assert case["loss_difference"] < (1e-5 if (part, dtype) == ("loss", "float32") else 1e-2)
         if part == "loss":
             assert (case["slots"], case["vocabulary"]) == (2048, 151936)
+
+
+def test_quoted_study():
+    """Every table of the page, and what it says of data, steps and seed."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())
+    page = (ROOT / "docs" / "results.md").read_text()
+    results = report["results"]
+    groups = {case["group"] for case in results} - {"references"}
+    tables = [*(tau_table(results, group) for group in groups), margin_table(results), acceptance_table(results)]
+    tables += [curve_table(results, [100, 200, 400, 600, 800])]
+    tables += [table.partition("\n\n")[2] for table in confidence_tables(report["confidence"])]
+    for table in tables:
+        assert table in page
+    plain, ours, other = (
+        next(case for case in results if case["drafter"] == name) for name in ("plain target", "dspark", "dflash")
+    )
+    drafts = [
+        1 - sum(map(sum, case["rounds"].values())) / sum(map(sum, plain["rounds"].values())) for case in (ours, other)
+    ]
+    per_round = [share / (1 - share) for share in drafts]
+    assert f"DSpark keeps {per_round[0] / per_round[1] - 1:.0%} more drafts a round" in page
+    conversations = f"{report['conversations']:,} conversations"
+    for fact in (conversations, f"{report['steps']} steps", f"seed {report['seed']}", "12 prompts of each set"):
+        assert fact in page
+    assert set(report["answers"].values()) == {12}
+    assert f"calibrated on {report['confidence']['calibration_prompts']} training prompts" in page
+    assert not report["environment"]["git_dirty"]
