@@ -1,0 +1,284 @@
+"""The formats that DSpark drafters are published in, as a table: how each is told, and where it has what we need.
+
+A format is told by its fields and tensors. Names of tensors, ids of tapped layers and the layout of slots become this
+project's, and what cannot be represented is listed. Nothing is read from files here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .configuration_dspark import DSparkConfig
+from .tensor_files_dspark import StoredTensor
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LAYER_FIELDS = (
+    *SIZES,
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
+    *("rms_norm_eps", "rope_parameters", "attention_bias", "attention_dropout"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
+HEAD_FIELDS = (
+    *("mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    "draft_vocab_size",
+)
+# What only this project has in a config. It travels in the others' too, which pass over it.
+OWN_FIELDS = (
+    *("num_target_layers", "target_name_or_path", "chat_template_sha256", "confidence_temperatures"),
+    *("default_num_assistant_tokens", "default_assistant_confidence_threshold"),
+    "default_num_assistant_tokens_schedule",
+)
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's
+DROPPED = (*COPIES, "t2d")  # `t2d` says what `d2t` says
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format. Places are dotted paths into its `config.json`.
+
+    Attributes:
+        name (`str`): For messages.
+        required (`tuple[str, ...]`): Places that have to be there.
+        sign (`str`): A place that tells the format from those after it in the table; empty for the last.
+        values (`tuple`): What may be at the sign; empty means anything.
+        tensors (`tuple[str, ...]`): Beginnings of names; if any are given, a tensor has to have one of them.
+        layers (`str`): Where the fields of the backbone are.
+        heads (`str`): Where the fields of the heads are; those that are not there are at the top.
+        places (`dict[str, tuple[str, ...]]`): Where a field of ours is that has another name; the first that is there.
+        layer_shift (`int`): What to add to the ids of tapped layers.
+        anchor_slot (`bool` or `str`): Whether the anchor's slot drafts, or where that is said (nothing there: it does not).
+        neutral (`dict[str, tuple]`): Places of what is not supported, with the values that mean its absence.
+        known (`tuple[str, ...]`): If not empty: all names that may be at `heads`.
+        renames (`dict[str, str]`): Regular expressions for names of tensors, and what becomes of them.
+        architectures (`tuple[str, ...]`): If not empty: what `architectures`, where given, has to name one of.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    sign: str = ""
+    values: tuple = ()
+    tensors: tuple[str, ...] = ()
+    layers: str = ""
+    heads: str = ""
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layer_shift: int = 0
+    anchor_slot: bool | str = True
+    neutral: Mapping[str, tuple] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    architectures: tuple[str, ...] = ()
+
+    def tells(self, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+        """Whether a config and the names of its tensors are of this format."""
+        value = look_up(raw, self.sign) if self.sign else None
+        if self.sign and (value is None or (self.values and value not in self.values)):
+            return False
+        return not self.tensors or any(name.startswith(self.tensors) for name in tensors)
+
+    def read(self, raw: Mapping[str, Any], name: str) -> Any:
+        """The value of a field of ours, or `None`."""
+        prefix = self.layers if name in LAYER_FIELDS else self.heads
+        places = self.places.get(name, (f"{prefix}.{name}" if prefix else name, name))
+        return next((value for place in places if (value := look_up(raw, place)) is not None), None)
+
+    def rename(self, name: str) -> str:
+        """Our name of a tensor."""
+        for pattern, ours in self.renames.items():
+            name = re.sub(pattern, ours, name)
+        return name
+
+
+SPECULATORS = Format(
+    "speculators",
+    required=("transformer_layer_config", "aux_hidden_state_layer_ids", "block_size", "mask_token_id"),
+    sign="speculators_model_type",
+    layers="transformer_layer_config",
+    places={
+        "target_layer_ids": ("aux_hidden_state_layer_ids",),
+        "target_name_or_path": ("target_name_or_path", "speculators_config.verifier.name_or_path"),
+    },
+    layer_shift=-1,
+    anchor_slot="sample_from_anchor",
+    neutral={"speculators_model_type": ("dspark", "dflash")},
+)
+_NESTED = Format(
+    "DFlash",
+    required=("dflash_config.target_layer_ids", "dflash_config.mask_token_id"),
+    sign="dflash_config",
+    heads="dflash_config",
+    places={
+        "block_size": ("block_size", "dflash_config.block_size"),
+        "enable_confidence_head": (
+            *("dflash_config.enable_confidence_head", "dflash_config.use_confidence_head", "enable_confidence_head"),
+        ),
+    },
+    neutral={
+        **dict.fromkeys(("is_causal", "dflash_config.causal", "dflash_config.use_swa"), (False,)),
+        **dict.fromkeys(("attention_sink_bias", "dflash_config.attention_sink_bias"), (False,)),
+        **dict.fromkeys(("dflash_config.input_embedding_scale", "dflash_config.output_multiplier"), (1.0,)),
+        "dflash_config.attention_mode": ("gqa",),
+    },
+    known=(
+        *(*HEAD_FIELDS, "target_layer_ids", "block_size", "use_confidence_head", "projector_type", "shift_label"),
+        *("causal", "attention_mode", "use_swa", "attention_sink_bias", "input_embedding_scale", "output_multiplier"),
+        *("confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "num_anchors"),  # training
+    ),
+)
+MODEL_OPTIMIZER = replace(
+    _NESTED,
+    name="Model-Optimizer",
+    tensors=("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "confidence_proj."),
+    neutral={**_NESTED.neutral, "dflash_config.shift_label": (True,)},
+    renames={
+        r"^(markov_w1|markov_w2|gate_proj|joint_proj)\.": r"markov_head.\1.",
+        r"^confidence_proj\.": "confidence_head.proj.",
+    },
+)
+SPECFORGE = replace(
+    _NESTED,
+    name="SpecForge",
+    tensors=("markov_head.", "logit_head.", "confidence_head."),
+    renames={r"^logit_head\.": "markov_head."},
+)
+SPECFORGE_WITHOUT_HEADS = replace(_NESTED, name="SpecForge", sign="dflash_config.projector_type", values=("dspark",))
+DFLASH = replace(
+    _NESTED,
+    anchor_slot="dflash_config.shift_label",
+    neutral={**_NESTED.neutral, "dflash_config.projector_type": ("dflash",)},
+)
+DEEPSPEC = Format(
+    "DeepSpec",
+    required=("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers"),
+    architectures=("Qwen3DSparkModel",),
+)
+# The first that fits. DeepSpec's drafters for Gemma 4 are a row of their own, before `DEEPSPEC`.
+FORMATS = (SPECULATORS, MODEL_OPTIMIZER, SPECFORGE, SPECFORGE_WITHOUT_HEADS, DFLASH, DEEPSPEC)
+
+
+def look_up(raw: Mapping[str, Any], place: str) -> Any:
+    """What is at a dotted path, or `None`."""
+    value: Any = raw
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def detect(
+    raw: Mapping[str, Any], tensors: Mapping[str, Any], source: str, own: str = DSparkConfig.model_type
+) -> Format | None:
+    """The format of a checkpoint, or `None` for this project's own.
+
+    Args:
+        raw (`dict`): The content of its `config.json`.
+        tensors (`dict`): Its tensors by name.
+        source (`str`): Where it came from, for messages.
+        own (`str`, *optional*, defaults to `"dspark"`): `model_type` of this project's.
+
+    Raises:
+        ValueError: if it is no DSpark drafter.
+    """
+    # An early format of SpecForge's has our `model_type`.
+    if raw.get("model_type") == own and "dflash_config" not in raw:
+        return None
+    kind = next(kind for kind in FORMATS if kind.tells(raw, tensors))
+    places = (*kind.required, *(f"{kind.layers}.{name}" if kind.layers else name for name in SIZES))
+    if missing := [place for place in places if look_up(raw, place) is None]:
+        raise ValueError(
+            f"`{source}` is not a DSpark drafter: its config is of type {raw.get('model_type')!r} "
+            f"(architectures {raw.get('architectures')}) and, taken for {kind.name}'s, lacks {missing}."
+        )
+    return kind
+
+
+def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The fields of our config that a config of another format has or implies."""
+    names = (*LAYER_FIELDS, *HEAD_FIELDS, *OWN_FIELDS, "target_layer_ids", "block_size", "dtype", "torch_dtype")
+    fields = {name: value for name in names if (value := kind.read(raw, name)) is not None}
+    fields |= {name: value for name, value in _implied(kind, tensors).items() if name not in fields}
+    if "rope_theta" not in (fields.get("rope_parameters") or {}):
+        old = {name: look_up(raw, f"{kind.layers}.{name}".lstrip(".")) for name in ("rope_theta", "rope_scaling")}
+        fields |= {name: value for name, value in old.items() if value is not None}
+    fields["target_layer_ids"] = [layer_id + kind.layer_shift for layer_id in fields["target_layer_ids"]]
+    anchor = kind.anchor_slot if isinstance(kind.anchor_slot, bool) else bool(look_up(raw, kind.anchor_slot))
+    fields |= {"sample_from_anchor": anchor, "block_size": fields["block_size"] - (not anchor)}
+    fields.setdefault("num_target_layers", None)
+    if fields.get("draft_vocab_size") == fields["vocab_size"] and "d2t" not in tensors:
+        del fields["draft_vocab_size"]
+    if not fields["markov_rank"]:
+        fields |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
+    return fields
+
+
+def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What the tensors say of fields that a config need not have; that they agree with those is seen from their shapes."""
+    shapes = {kind.rename(name): tensor.shape for name, tensor in tensors.items()}
+    (*_, rank), (*_, head_dim) = shapes.get("markov_head.markov_w1.weight", (0,)), shapes.get(_QUERY_NORM, (None,))
+    gated, rnn = (f"markov_head.{name}.weight" in shapes for name in ("gate_proj", "joint_proj"))
+    *_, reads = shapes.get("confidence_head.proj.weight", (0,))
+    implied = {
+        "markov_rank": rank,
+        "markov_head_type": "rnn" if rnn else "gated" if gated else "vanilla",
+        "enable_confidence_head": reads > 0,
+        "confidence_head_with_markov": rank > 0 and reads != _width(shapes),
+        "head_dim": head_dim,
+    }
+    return {name: value for name, value in implied.items() if value is not None}
+
+
+def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
+    """What a config asks for that cannot be represented, each said in a phrase."""
+    problems = [
+        f"`{place}` is {value!r} (supported: {', '.join(map(repr, allowed))})"
+        for place, allowed in kind.neutral.items()
+        if (value := look_up(raw, place)) is not None and value not in allowed
+    ]
+    layers = look_up(raw, kind.layers) if kind.layers else raw
+    types = sorted(set(layers.get("layer_types") or ["full_attention"]))
+    if types != ["full_attention"]:
+        problems.append(f"`layer_types` are {types}, and only `full_attention` is supported")
+    if raw.get("quantization_config"):
+        problems.append("the weights are quantised (`quantization_config`)")
+    named = raw.get("architectures") or []
+    if kind.architectures and named and not set(named) & set(kind.architectures):
+        problems.append(f"`architectures` are {named} (supported: {list(kind.architectures)})")
+    if unknown := sorted((look_up(raw, kind.heads) or {}).keys() - set(kind.known)) if kind.known else []:
+        problems.append(f"`{kind.heads}` has fields that are not known here: {unknown}")
+    return problems + _unsupported_targets(raw, layers)
+
+
+def _unsupported_targets(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> list[str]:
+    size = raw.get("target_hidden_size")
+    problems = []
+    if size is not None and size != layers.get("hidden_size"):
+        problems.append(f"`target_hidden_size` is {size}, and the drafter's `hidden_size` {layers.get('hidden_size')}")
+    verifiers = look_up(raw, "speculators_config.verifier.architectures") or []
+    if any("gemma" in str(name).lower() for name in verifiers):
+        problems.append(
+            f"the verifier is {verifiers}: speculators trains on its embedding without the scale that the target has"
+        )
+    return problems
+
+
+def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return shapes.get("hidden_norm.weight", (0,))[0]
+
+
+_QUERY_NORM = "layers.0.self_attn.q_norm.weight"
+
+__all__ = [
+    "COPIES",
+    "DEEPSPEC",
+    "DROPPED",
+    "FORMATS",
+    "HEAD_FIELDS",
+    "LAYER_FIELDS",
+    "OWN_FIELDS",
+    "SPECULATORS",
+    "Format",
+    "detect",
+    "fields_of",
+    "look_up",
+    "unsupported",
+]
