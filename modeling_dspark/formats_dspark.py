@@ -77,10 +77,17 @@ class Format:
             return False
         return not self.tensors or any(name.startswith(self.tensors) for name in tensors)
 
+    def place(self, name: str) -> str:
+        """Where a field of ours is to be written."""
+        return self._places(name)[0]
+
+    def _places(self, name: str) -> tuple[str, ...]:
+        prefix = self.layers if name in LAYER_FIELDS else self.heads
+        return self.places.get(name, (f"{prefix}.{name}" if prefix else name, name))
+
     def read(self, raw: Mapping[str, Any], name: str) -> Any:
         """The value of a field of ours, or `None`."""
-        prefix = self.layers if name in LAYER_FIELDS else self.heads
-        places = self.places.get(name, (f"{prefix}.{name}" if prefix else name, name))
+        places = self._places(name)
         return next((value for place in places if (value := look_up(raw, place)) is not None), None)
 
     def rename(self, name: str) -> str:

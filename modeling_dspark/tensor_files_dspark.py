@@ -15,9 +15,16 @@ from transformers.utils import cached_file
 
 
 DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 _LONGEST_HEADER = 100 * 2**20
 _CHUNK = 16 * 2**20
@@ -94,7 +101,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= _LONGEST_HEADER:
-                raise ValueError("it has no header")  # noqa: TRY301 - reported with the file's name below
+                raise ValueError("it has no header")
             header = json.loads(file.read(length))
         size, base, tensors = path.stat().st_size, 8 + length, {}
         for name in sorted(header.keys() - {"__metadata__"}):
@@ -103,7 +110,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             tensors[name] = StoredTensor(path, item["dtype"], tuple(item["shape"]), start, stop)
             width = DTYPES[item["dtype"]].itemsize if item["dtype"] in DTYPES else None
             if stop > size or (width is not None and stop - start != width * math.prod(item["shape"])):
-                raise ValueError(f"the bytes of `{name}` are not there")  # noqa: TRY301
+                raise ValueError(f"the bytes of `{name}` are not there")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"A weight file of the checkpoint, `{path}`, is corrupt or truncated ({error}). Download or copy it again."

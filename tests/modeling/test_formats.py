@@ -195,7 +195,9 @@ def speculators(drafter, **fields):
         "block_size": config.num_block_positions,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "markov_head_type": config.markov_head_type,
-        **{"mask_token_id": 3, "markov_rank": 8, "enable_confidence_head": True},
+        "mask_token_id": 3,
+        "markov_rank": 8,
+        "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
     if config.draft_vocab_size:

@@ -194,7 +194,7 @@ class TestOlderLayout:
         proposal = drafter.propose(binding, features[:, :6], anchor_tokens=ids[:, 6], cache=DSparkCache())
         ids = torch.cat([ids, proposal.tokens], dim=1)
         anchors = torch.tensor([[6]])
-        blocks = make_blocks(ids, ids > 0, anchors=anchors, keep=anchors > 0, block_size=drafter.config.block_size)
+        blocks = make_blocks(ids, ids >= 0, anchors=anchors, keep=anchors > 0, block_size=drafter.config.block_size)
         features = nn.functional.pad(features, (0, 0, 0, ids.shape[1] - features.shape[1]))
         with torch.no_grad():
             outputs = forward_blocks(drafter, binding, blocks, input_ids=ids, features=features)
