@@ -37,7 +37,9 @@ def convert(
     output: Annotated[str, typer.Argument(help="Folder to make, e.g. build/my-drafter-deepspec.")],
     to: Annotated[str, typer.Option("--to", help="dspark, deepspec (vLLM, SGLang) or speculators.")],
     target: Annotated[str | None, typer.Option("--target", help="The target: folder or Hub id.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print format, fields and tensors; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print format, fields and tensors; write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
 ) -> None:
     """Convert a checkpoint between the formats that DSpark drafters are published in."""

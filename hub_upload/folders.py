@@ -36,7 +36,9 @@ def check_output(target: Path, written: Collection[str], *, overwrite: bool, inp
         raise ValueError(f"`{target}` exists and was not written by this command, so it is not replaced.")
     foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
     if foreign:
-        raise ValueError(f"`{target}` holds files that this command does not write ({foreign[:5]}), so it is not replaced.")
+        raise ValueError(
+            f"`{target}` holds files that this command does not write ({foreign[:5]}), so it is not replaced."
+        )
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> list[Path]:

@@ -14,12 +14,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
+from hub_upload.streaming import rows_piece
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.checkpoints_dspark import config_from, misfits, read_config
 from modeling_dspark.formats_dspark import COPIES, DROPPED, detect
 from modeling_dspark.tensor_files_dspark import DTYPES, StoredTensor, stored_tensors
-
-from hub_upload.streaming import rows_piece
 
 
 CALIBRATION = "calibration.json"
@@ -83,7 +82,10 @@ def open_checkpoint(source: str) -> Checkpoint:
     Raises:
         ValueError: lists what does not fit.
     """
-    raw, stored = read_config(source), stored_tensors(source)
+    try:
+        raw, stored = read_config(source), stored_tensors(source)
+    except OSError as error:
+        raise ValueError(f"`{source}` is no folder, and no repository that can be read: {error}") from error
     kind = detect(raw, stored, source)
     if not stored:
         raise ValueError(f"`{source}` has no weights in safetensors files (`model.safetensors`).")
@@ -157,7 +159,9 @@ def open_target(name: str, config: DSparkConfig) -> Target:
     pairs["num_hidden_layers"] = (text.num_hidden_layers, config.num_target_layers or text.num_hidden_layers)
     for field, (theirs, ours) in pairs.items():
         if theirs != ours:
-            raise ValueError(f"The target `{name}` does not fit the drafter: its `{field}` is {theirs}, expected {ours}.")
+            raise ValueError(
+                f"The target `{name}` does not fit the drafter: its `{field}` is {theirs}, expected {ours}."
+            )
     embedding = _matrix(name, stored, ("embed_tokens.weight", "wte.weight", "embed_in.weight"), config)
     tied = whole.tie_word_embeddings or text.tie_word_embeddings
     head = embedding if tied else _matrix(name, stored, ("lm_head.weight", "embed_out.weight"), config)

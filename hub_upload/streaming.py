@@ -18,7 +18,7 @@ from modeling_dspark.tensor_files_dspark import DTYPES, StoredTensor
 _METADATA = {"format": "pt"}  # what Transformers asks for
 # safetensors puts tensors of later dtypes of this list first, and those of one dtype by name.
 _ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
-_ROWS_BYTES = 16 * 2**20
+_ROWS_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
 
-def to_dspark(checkpoint: Checkpoint, target: Target | None) -> Draft:
+def to_dspark(checkpoint: Checkpoint, _target: Target | None) -> Draft:
     """This project's format: the drafter's tensors alone."""
     config = json.loads(checkpoint.config.to_json_string())
+    config.pop("auto_map", None)  # of the code that came with it; a package has its own
     return Draft(config | {"architectures": ["DSparkModel"]}, _own_pieces(checkpoint))
 
 
@@ -46,7 +47,9 @@ def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
     if config.num_target_layers is None:
         problems.append("`num_target_layers` is not known; give the target with `--target`")
     if ids is not None and target is None:
-        problems.append("the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`")
+        problems.append(
+            "the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`"
+        )
     _refuse("DeepSpec", problems)
     raw = _inverse(DEEPSPEC, config) | _qwen3(config) | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
     pieces = _own_pieces(checkpoint)
@@ -62,7 +65,9 @@ def to_speculators(checkpoint: Checkpoint, target: Target | None) -> Draft:
     if config.target_name_or_path is None and target is None:
         problems.append("the name of the target has to be in it; give it with `--target`")
     if ids is not None and target is None:
-        problems.append("the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`")
+        problems.append(
+            "the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`"
+        )
     if ids is not None and not torch.equal(ids, ids.sort().values):
         problems.append("the tokens of the draft vocabulary are not in ascending order, as `t2d` has them")
     if target is not None and any("gemma" in name.lower() for name in target.architectures):
@@ -183,11 +188,15 @@ def _deepspec_notes(config: DSparkConfig, *, with_copies: bool) -> list[str]:
             "target, DeepSpec itself does not load the drafter."
         )
     if config.markov_rank == 0:
-        notes.append("`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM and SGLang do not take it for DSpark.")
+        notes.append(
+            "`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM and SGLang do not take it for DSpark."
+        )
     elif config.markov_head_type != "vanilla":
         notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads `vanilla` alone.")
     if not (config.enable_confidence_head and config.confidence_head_with_markov):
-        notes.append("SGLang insists on a confidence head that reads the Markov embedding, which this drafter has not.")
+        notes.append(
+            "SGLang insists on a confidence head that reads the Markov embedding, which this drafter has not."
+        )
     if config.draft_vocab_size is not None:
         notes.append("The draft vocabulary is reduced: vLLM reads that, DeepSpec and SGLang do not.")
     return notes

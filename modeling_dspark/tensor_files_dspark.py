@@ -27,7 +27,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LONGEST_HEADER = 100 * 2**20
-_CHUNK = 16 * 2**20
+_CHUNK = 4 * 2**20
 
 
 class StoredTensor(NamedTuple):
