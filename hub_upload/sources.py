@@ -64,11 +64,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """What a conversion needs of a target: its name as given, its config, and where its two matrices are."""
+    """What a conversion needs of a target: its name as given, fields of its config, and where its two matrices are."""
 
     name: str
     architectures: list[str]
     num_layers: int
+    softcap: float | None
     embedding: StoredTensor
     head: StoredTensor
 
@@ -165,7 +166,8 @@ def open_target(name: str, config: DSparkConfig) -> Target:
     embedding = _matrix(name, stored, ("embed_tokens.weight", "wte.weight", "embed_in.weight"), config)
     tied = whole.tie_word_embeddings or text.tie_word_embeddings
     head = embedding if tied else _matrix(name, stored, ("lm_head.weight", "embed_out.weight"), config)
-    return Target(name, whole.architectures or [], text.num_hidden_layers, embedding, head)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return Target(name, whole.architectures or [], text.num_hidden_layers, softcap, embedding, head)
 
 
 def _matrix(

@@ -15,10 +15,11 @@ import transformers
 from hub_upload.sources import Checkpoint, Target
 from hub_upload.streaming import Piece, rows_piece, small_piece, stored_piece
 from modeling_dspark import DSparkConfig
-from modeling_dspark.formats_dspark import DEEPSPEC, HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, SPECULATORS, Format
+from modeling_dspark.formats_dspark import DEEPSPEC_ROWS, HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, SPECULATORS, Format
 
 
 SPECULATORS_VERSION = "0.9.0"  # whose files were looked at, and which reads ours in the tests
+_QWEN3 = {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
 _ELSEWHERE = {"block_size", "sample_from_anchor", "target_layer_ids", "tie_word_embeddings"}
 
 
@@ -41,7 +42,10 @@ def to_dspark(checkpoint: Checkpoint, _target: Target | None) -> Draft:
 def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
     """DeepSpec's format, which vLLM and SGLang load: a flat config, and copies of the target's matrices."""
     config, ids = checkpoint.config, checkpoint.draft_token_ids()
-    problems = _not_held(config)
+    kind = next((kind for kind in DEEPSPEC_ROWS if not _not_held(config, kind)), DEEPSPEC_ROWS[-1])
+    problems = _not_held(config, kind)
+    if kind.fixed and target is None:
+        problems.append("the target's `final_logit_softcapping` has to be in it; give the target with `--target`")
     if not config.sample_from_anchor:
         problems.append("the older layout (`sample_from_anchor=False`): in it, the anchor's slot always drafts")
     if config.num_target_layers is None:
@@ -51,7 +55,8 @@ def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
             "the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`"
         )
     _refuse("DeepSpec", problems)
-    raw = _inverse(DEEPSPEC, config) | _qwen3(config) | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    raw = _inverse(kind, config) | _layers(config) | {"architectures": list(kind.architectures), "num_anchors": 512}
+    raw |= _gemma4(config, target) if kind.fixed else _QWEN3
     pieces = _own_pieces(checkpoint)
     if target is not None:
         pieces += [stored_piece("embed_tokens.weight", target.embedding), _head(target, ids)]
@@ -61,7 +66,7 @@ def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
 def to_speculators(checkpoint: Checkpoint, target: Target | None) -> Draft:
     """speculators' format: nested config; with a reduced vocabulary also the LM head's rows, `d2t` and `t2d`."""
     config, ids = checkpoint.config, checkpoint.draft_token_ids()
-    problems = _not_held(config)
+    problems = _not_held(config, SPECULATORS)
     if config.target_name_or_path is None and target is None:
         problems.append("the name of the target has to be in it; give it with `--target`")
     if ids is not None and target is None:
@@ -74,7 +79,7 @@ def to_speculators(checkpoint: Checkpoint, target: Target | None) -> Draft:
         problems.append("the target scales its embedding, and speculators' drafters read it without the scale")
     _refuse("speculators", problems)
     raw = _inverse(SPECULATORS, config)
-    raw["transformer_layer_config"] |= _qwen3(config)
+    raw["transformer_layer_config"] |= _layers(config) | _QWEN3
     raw["draft_vocab_size"] = config.draft_vocab_size or config.vocab_size
     raw |= {
         "architectures": ["DSparkDraftModel"],
@@ -105,15 +110,15 @@ def _refuse(name: str, problems: list[str]) -> None:
         raise ValueError(f"This drafter cannot be written in {name}'s format: {'; '.join(problems)}.")
 
 
-def _not_held(config: DSparkConfig) -> list[str]:
-    """Fields of ours that neither of the other formats has a place for, where they are not at their defaults."""
+def _not_held(config: DSparkConfig, kind: Format) -> list[str]:
+    """Fields of ours that a format has no place for, where they are not what it takes for granted."""
     held = {*LAYER_FIELDS, *HEAD_FIELDS, *OWN_FIELDS, *_ELSEWHERE}
-    fresh = DSparkConfig()
+    granted = DSparkConfig().to_dict() | dict(kind.fixed)
     names = [name for name in DSparkConfig.__annotations__ if name not in held]
     return [
         f"there is no place for `{name}={getattr(config, name)!r}`"
         for name in names
-        if getattr(config, name) != getattr(fresh, name)
+        if getattr(config, name) != granted[name]
     ]
 
 
@@ -135,18 +140,30 @@ def _put(raw: dict[str, Any], kind: Format, name: str, value: Any) -> None:
     raw[last] = value
 
 
-def _qwen3(config: DSparkConfig) -> dict[str, Any]:
-    """What a Qwen3 config has besides, as the other readers build their layers from one."""
+def _layers(config: DSparkConfig) -> dict[str, Any]:
+    """What a config of Transformers has besides, since the other readers build their layers from one."""
     rope = config.rope_parameters or {}
     return {
-        "model_type": "qwen3",
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "rope_theta": rope.get("rope_theta"),
-        "sliding_window": None,
-        "use_sliding_window": False,
         "use_cache": True,
         "tie_word_embeddings": False,
         "dtype": None if config.dtype is None else str(config.dtype).removeprefix("torch."),
+    }
+
+
+def _gemma4(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
+    """What a Gemma 4 config has besides: the same for all layers, and the soft cap of the target's logits."""
+    heads = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    absent = {"enable_moe_block": False, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0}
+    return {
+        **heads,
+        **absent,
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "num_kv_shared_layers": 0,
+        "final_logit_softcapping": None if target is None else target.softcap,
     }
 
 

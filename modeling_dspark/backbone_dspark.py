@@ -2,7 +2,8 @@
 
 In each layer keys and values are the projections of the context (the fused target features, which no layer changes)
 followed by those of the block; queries come from the block only, and attention inside the block is not causal.
-Nothing here knows of anchors, tokens, heads or losses.
+Where families differ (Gemma 4's norms, values and scale), the configuration says how. Nothing here knows of anchors,
+tokens, heads or losses.
 
 Shapes: `R` rows, `C` context positions, `Q` block positions (`K` when decoding, many packed blocks when training),
 `D` hidden size, `d` head size.
@@ -64,12 +65,12 @@ class DSparkAttention(nn.Module):
         num_kv_heads: int = config.num_key_value_heads  # type: ignore[assignment]  # filled in by the config
         self.head_dim = head_dim
         self.num_key_value_groups = config.num_attention_heads // num_kv_heads
-        self.scaling = head_dim**-0.5
+        self.scaling = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.is_causal = False
         size, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(size, num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(size, num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=bias)
         self.q_norm = DSparkRMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = DSparkRMSNorm(head_dim, eps=config.rms_norm_eps)
@@ -86,12 +87,8 @@ class DSparkAttention(nn.Module):
         rows, num_queries = hidden_states.shape[:2]
         cos, sin = position_embeddings
         sources = torch.cat([context, hidden_states], dim=1)
-        heads = (rows, -1, self.head_dim)
-        queries = self.q_norm(self.q_proj(hidden_states).unflatten(-1, heads[1:]))
-        keys = self.k_norm(self.k_proj(sources).unflatten(-1, heads[1:]))
-        values = self.v_proj(sources).unflatten(-1, heads[1:])
-        queries = rotate(queries, cos[:, -num_queries:], sin[:, -num_queries:])
-        keys = rotate(keys, cos, sin)
+        queries = self.queries(hidden_states, (cos[:, -num_queries:], sin[:, -num_queries:]))
+        keys, values = self.keys_and_values(sources, position_embeddings)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         implementation = attention_for(self.config._attn_implementation, attention_mask)
@@ -109,6 +106,25 @@ class DSparkAttention(nn.Module):
             is_causal=False,
         )
         return self.o_proj(output.reshape(rows, num_queries, -1))
+
+    def queries(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Normed and rotated queries `[R, Q, G * H, d]` of `hidden_states` `[R, Q, D]`."""
+        return rotate(self.q_norm(self._heads(self.q_proj(hidden_states))), *position_embeddings)
+
+    def keys_and_values(
+        self, sources: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed and rotated keys, and values, `[R, N, H, d]` each, of `sources` `[R, N, D]`."""
+        keys = self._heads(self.k_proj(sources))
+        values = keys if self.v_proj is None else self._heads(self.v_proj(sources))
+        if self.config.value_norm:
+            values = nn.functional.rms_norm(values, values.shape[-1:], eps=self.config.rms_norm_eps)
+        return rotate(self.k_norm(keys), *position_embeddings), values
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
 
     def _attend_folded(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
@@ -131,9 +147,8 @@ class DSparkAttention(nn.Module):
         row: int,
     ) -> None:
         """Write keys and values of context `[1, C, D]` to one row of the cache, without any query."""
-        keys = self.k_norm(self.k_proj(context).unflatten(-1, (-1, self.head_dim)))
-        values = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
-        cache.extend(rotate(keys, *position_embeddings)[0], values[0], self.layer_idx, row=row)
+        keys, values = self.keys_and_values(context, position_embeddings)
+        cache.extend(keys[0], values[0], self.layer_idx, row=row)
 
 
 def fold_heads(queries: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -148,14 +163,23 @@ def unfold_heads(output: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention and feed-forward; the context passes by unchanged."""
+    """Attention and feed-forward, each with a norm before it, or one before and one after; the context passes by
+    unchanged."""
+
+    layer_scalar: torch.Tensor
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.self_attn = DSparkAttention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.layer_scalar:
+            self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
         self,
@@ -165,14 +189,26 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None,
         cache: DSparkCache | None,
     ) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(
+        attended = self.self_attn(
             self.input_layernorm(hidden_states),
             context,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             cache=cache,
         )
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return self.after_attention(hidden_states, attended)
+
+    def after_attention(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer: residuals `[R, Q, D]` and the attention's output of the same shape to the layer's."""
+        if self.config.sandwich_norms:
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            output = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+            hidden_states = hidden_states + self.post_feedforward_layernorm(output)
+        else:  # the norm of that name then stands before the feed-forward
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        # A buffer may be wider than what passes by (mixed precision).
+        return hidden_states * self.layer_scalar.to(hidden_states.dtype) if self.config.layer_scalar else hidden_states
 
 
 def attention_bias(mask: Any, implementation: str, dtype: torch.dtype) -> Any:

@@ -16,6 +16,9 @@ from transformers.modeling_rope_utils import RopeParameters
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 SCHEDULES = ("fixed", "confidence", "throughput", "throughput_lagged")
+BACKBONE_TRAITS = ("hidden_act", "attention_scale", "attention_k_eq_v", "value_norm", "sandwich_norms", "layer_scalar")
+# What all layers of Gemma 4 have; the activation and `attention_k_eq_v` are in its config.
+GEMMA4_TRAITS = {"attention_scale": 1.0, "value_norm": True, "sandwich_norms": True, "layer_scalar": True}
 
 
 @strict
@@ -40,6 +43,18 @@ class DSparkConfig(PreTrainedConfig):
         rope_parameters (`dict`, *optional*): Rotary embedding, as in Transformers (`rope_theta`, `rope_type`, ...).
         attention_bias (`bool`, *optional*, defaults to `False`): Whether the attention projections have a bias.
         attention_dropout (`float`, *optional*, defaults to `0.0`): Dropout of attention weights in training.
+        attention_scale (`float`, *optional*):
+            Factor of the attention scores; `None` means `head_dim ** -0.5`. Gemma 4 has 1.
+        attention_k_eq_v (`bool`, *optional*, defaults to `False`):
+            Whether values are the projected keys (before their norm and rotation), and there is no `v_proj`. Gemma 4.
+        value_norm (`bool`, *optional*, defaults to `False`):
+            Whether each head of the values has an RMS norm, without a learned scale. Gemma 4.
+        sandwich_norms (`bool`, *optional*, defaults to `False`):
+            Whether attention and feed-forward each have a norm before and one after, before the residual is added
+            (`pre_feedforward_layernorm`, `post_feedforward_layernorm`; `post_attention_layernorm` then is the one after
+            attention, and not the one before the feed-forward). Gemma 4.
+        layer_scalar (`bool`, *optional*, defaults to `False`):
+            Whether a layer's output is multiplied by its buffer `layer_scalar` `[1]`, which is not trained. Gemma 4.
         block_size (`int`, *optional*, defaults to `7`):
             Draft tokens of one block (`gamma` in the paper).
         sample_from_anchor (`bool`, *optional*, defaults to `True`):
@@ -104,6 +119,11 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: RopeParameters | dict | None = None
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
+    attention_scale: float | int | None = None
+    attention_k_eq_v: bool = False
+    value_norm: bool = False
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
 
     block_size: int = 7
     sample_from_anchor: bool = True
@@ -163,6 +183,10 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be an activation of Transformers, got {self.hidden_act!r}.")
         if self.head_dim % 2:  # type: ignore[operator]  # filled in by now
             raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+        if self.attention_scale is not None and not 0 < self.attention_scale < math.inf:
+            raise ValueError(
+                f"`attention_scale` must be a positive number, or `None` for `head_dim ** -0.5`, got {self.attention_scale}."
+            )
 
     def _check_target(self) -> None:
         ids = self.target_layer_ids
@@ -232,4 +256,4 @@ class DSparkConfig(PreTrainedConfig):
 
 DSparkConfig.register_for_auto_class()
 
-__all__ = ["MARKOV_HEAD_TYPES", "SCHEDULES", "DSparkConfig"]
+__all__ = ["BACKBONE_TRAITS", "GEMMA4_TRAITS", "MARKOV_HEAD_TYPES", "SCHEDULES", "DSparkConfig"]

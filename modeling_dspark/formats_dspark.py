@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import GEMMA4_TRAITS, DSparkConfig
 from .tensor_files_dspark import StoredTensor
 
 
@@ -49,6 +49,7 @@ class Format:
         places (`dict[str, tuple[str, ...]]`): Where a field of ours is that has another name; the first that is there.
         layer_shift (`int`): What to add to the ids of tapped layers.
         anchor_slot (`bool` or `str`): Whether the anchor's slot drafts, or where that is said (nothing there: it does not).
+        fixed (`dict`): Fields of ours that all drafters of the format have in common.
         neutral (`dict[str, tuple]`): Places of what is not supported, with the values that mean its absence.
         known (`tuple[str, ...]`): If not empty: all names that may be at `heads`.
         renames (`dict[str, str]`): Regular expressions for names of tensors, and what becomes of them.
@@ -65,6 +66,7 @@ class Format:
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layer_shift: int = 0
     anchor_slot: bool | str = True
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, tuple] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -160,8 +162,45 @@ DEEPSPEC = Format(
     required=("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers"),
     architectures=("Qwen3DSparkModel",),
 )
-# The first that fits. DeepSpec's drafters for Gemma 4 are a row of their own, before `DEEPSPEC`.
-FORMATS = (SPECULATORS, MODEL_OPTIMIZER, SPECFORGE, SPECFORGE_WITHOUT_HEADS, DFLASH, DEEPSPEC)
+# All layers of a drafter for Gemma 4 are like the target's layers with full attention.
+_GEMMA4 = replace(
+    DEEPSPEC,
+    name="DeepSpec (Gemma 4)",
+    required=(
+        *(*DEEPSPEC.required, "attention_k_eq_v", "global_head_dim", "hidden_activation", "rope_parameters"),
+        "num_key_value_heads",
+    ),
+    sign="model_type",
+    values=("gemma4_text", "gemma4_unified_text"),
+    places={
+        "head_dim": ("global_head_dim",),
+        "hidden_act": ("hidden_activation",),
+        "rope_parameters": ("rope_parameters.full_attention", "rope_parameters"),
+    },
+    fixed={**GEMMA4_TRAITS, "attention_k_eq_v": False},
+    neutral={
+        **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp"), (False,)),
+        "hidden_size_per_layer_input": (0,),
+    },
+    architectures=("Gemma4DSparkModel",),
+)
+_GEMMA4_KEYS_AS_VALUES = replace(
+    _GEMMA4,
+    required=(*_GEMMA4.required[:-1], "num_global_key_value_heads"),
+    sign="attention_k_eq_v",
+    values=(True,),
+    places={**_GEMMA4.places, "num_key_value_heads": ("num_global_key_value_heads",)},
+    fixed={**GEMMA4_TRAITS, "attention_k_eq_v": True},
+)
+DEEPSPEC_ROWS = (_GEMMA4_KEYS_AS_VALUES, _GEMMA4, DEEPSPEC)
+FORMATS = (
+    SPECULATORS,
+    MODEL_OPTIMIZER,
+    SPECFORGE,
+    SPECFORGE_WITHOUT_HEADS,
+    DFLASH,
+    *DEEPSPEC_ROWS,
+)  # the first that fits
 
 
 def look_up(raw: Mapping[str, Any], place: str) -> Any:
@@ -207,6 +246,7 @@ def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, Stored
     if "rope_theta" not in (fields.get("rope_parameters") or {}):
         old = {name: look_up(raw, f"{kind.layers}.{name}".lstrip(".")) for name in ("rope_theta", "rope_scaling")}
         fields |= {name: value for name, value in old.items() if value is not None}
+    fields |= kind.fixed
     fields["target_layer_ids"] = [layer_id + kind.layer_shift for layer_id in fields["target_layer_ids"]]
     anchor = kind.anchor_slot if isinstance(kind.anchor_slot, bool) else bool(look_up(raw, kind.anchor_slot))
     fields |= {"sample_from_anchor": anchor, "block_size": fields["block_size"] - (not anchor)}
@@ -237,7 +277,7 @@ def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any
 def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
     """What a config asks for that cannot be represented, each said in a phrase."""
     problems = [
-        f"`{place}` is {value!r} (supported: {', '.join(map(repr, allowed))})"
+        f"`{place}={value!r}` (supported: {', '.join(map(repr, allowed))})"
         for place, allowed in kind.neutral.items()
         if (value := look_up(raw, place)) is not None and value not in allowed
     ]
@@ -276,7 +316,7 @@ _QUERY_NORM = "layers.0.self_attn.q_norm.weight"
 
 __all__ = [
     "COPIES",
-    "DEEPSPEC",
+    "DEEPSPEC_ROWS",
     "DROPPED",
     "FORMATS",
     "HEAD_FIELDS",

@@ -115,9 +115,10 @@ def why_not_packed(
 ) -> str | None:
     """Why the packed loop does not serve this call, or `None`."""
     cache = target_cache(model_kwargs)
-    others = sorted(
-        name for name, value in model_kwargs.items() if value is not None and name not in {*_KNOWN, cache_keyword()}
-    )
+    known = {*_KNOWN, cache_keyword()}
+    # Multimodal targets are passed an empty `mm_encoder_outputs` for text alone.
+    given = (name for name, value in model_kwargs.items() if value is not None and not _is_empty(value))
+    others = sorted(set(given) - known)
     if others:
         return f"it passes {', '.join(f'`{name}`' for name in others)} to the target"
     is_own = getattr(cache, "_is_user_defined", False) or getattr(cache, "offloading", False)
@@ -294,6 +295,10 @@ def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: to
     ones = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     usual = (ones.cumsum(dim=1) - 1).clamp(min=0)
     return bool(((positions == usual) | (ones == 0)).all())
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _why_not_masked(mask: torch.Tensor, input_ids: torch.Tensor) -> str | None:

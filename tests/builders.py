@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_dspark import DSparkConfig, DSparkModel, fused_build_dspark
+from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
 from modeling_dspark.target_dspark import tapped_features
 from training.initialization import set_draft_vocabulary
 
@@ -24,6 +25,24 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_GEMMA4 = _COMMON | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 4.0,
+    "use_bidirectional_attention": "vision",
+}
+# A drafter whose layers are like Gemma 4's full-attention layers, as DeepSpec makes them.
+GEMMA4_DRAFTER = GEMMA4_TRAITS | {
+    "attention_k_eq_v": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 FAMILIES = {
     "llama": ("llama", _COMMON),
@@ -33,6 +52,16 @@ FAMILIES = {
     "mistral": ("mistral", _COMMON | {"sliding_window": 6}),
     "gemma3": ("gemma3_text", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "gemma2": ("gemma2", _COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {
+            "text_config": _GEMMA4 | {"model_type": "gemma4_unified_text"},
+            "vision_config": None,
+            "audio_config": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "phi3": ("phi3", _COMMON),
     "gpt2": (
         "gpt2",
@@ -81,6 +110,7 @@ def tiny_target(family: str, seed: int = 0, **overrides):
         for name, parameter in target.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.6 if "embed" in name or "wte" in name or "lm_head" in name else 0.25)
+        _draw_layer_scalars(target)
     target.generation_config.pad_token_id = 0
     return target
 
@@ -117,9 +147,16 @@ def tiny_drafter(target, seed: int = 1, *, draft_token_ids=None, **fields) -> DS
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.normal_(1.0, 0.1)
+        _draw_layer_scalars(drafter)
     if draft_token_ids is not None:
         set_draft_vocabulary(drafter, torch.tensor(draft_token_ids))
     return drafter
+
+
+def _draw_layer_scalars(model) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 0.9)
 
 
 def script(drafter: DSparkModel, reference: list[int], wrong_every: int = 3) -> DSparkModel:

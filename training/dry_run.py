@@ -169,7 +169,7 @@ def _activations(
     itemsize = 2 if training.bf16 or training.fp16 else _FP32
     size, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim or 0
     key_value = 4 * (config.num_key_value_heads or 0) * head_dim
-    block = 5 * size + 3 * heads * head_dim + key_value + 4 * config.intermediate_size
+    block = (5 + 2 * config.sandwich_norms) * size + 3 * heads * head_dim + key_value + 4 * config.intermediate_size
     queries, context = batch * anchors * config.block_size, batch * max_length
     layer = queries * block + context * key_value
     layers = config.num_hidden_layers

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm, rotate
+from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm
 from modeling_dspark.target_dspark import TargetBinding
 from training.blocks import Blocks
 from training.forward import BlockOutputs
@@ -99,8 +99,7 @@ class EagleDrafter(DSparkModel):
         visible: torch.Tensor,
     ) -> torch.Tensor:
         attention = layer.self_attn
-        queries = attention.q_proj(layer.input_layernorm(inputs)).unflatten(-1, (-1, attention.head_dim))
-        queries = rotate(attention.q_norm(queries), *self.rotary_emb(inputs, positions))
+        queries = attention.queries(layer.input_layernorm(inputs), self.rotary_emb(inputs, positions))
         output = nn.functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
@@ -109,18 +108,14 @@ class EagleDrafter(DSparkModel):
             scale=attention.scaling,
             enable_gqa=True,
         )
-        hidden = inputs + attention.o_proj(output.transpose(1, 2).flatten(2))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return layer.after_attention(inputs, attention.o_proj(output.transpose(1, 2).flatten(2)))
 
 
 def _keys_and_values(
     drafter: EagleDrafter, layer: DSparkDecoderLayer, inputs: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, P, H, d]` of inputs `[B, P, D]` at positions `[B, P]`."""
-    attention, normed = layer.self_attn, layer.input_layernorm(inputs)
-    keys = attention.k_norm(attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)))
-    values = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
-    return rotate(keys, *drafter.rotary_emb(inputs, positions)), values
+    return layer.self_attn.keys_and_values(layer.input_layernorm(inputs), drafter.rotary_emb(inputs, positions))
 
 
 __all__ = ["EagleConfig", "EagleDrafter"]

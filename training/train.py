@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from modeling_dspark.target_dspark import check_target
 from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
@@ -53,7 +54,8 @@ def check_resumed(folder: Path, drafter: DSparkModel) -> None:
     Raises:
         ValueError: names the fields that differ, with both values.
     """
-    saved = json.loads((folder / "config.json").read_text())
+    # A checkpoint that was written before there was a field has its default.
+    saved = DSparkConfig().to_dict() | json.loads((folder / "config.json").read_text())
     current = drafter.config.to_dict()
     fields_ = (
         "block_size",
@@ -62,6 +64,7 @@ def check_resumed(folder: Path, drafter: DSparkModel) -> None:
         "markov_rank",
         "markov_head_type",
         "draft_vocab_size",
+        *BACKBONE_TRAITS,
     )
     different = {name: (saved.get(name), current[name]) for name in fields_ if saved.get(name) != current[name]}
     if different:
@@ -109,6 +112,7 @@ def fresh_config(
         enable_confidence_head=arguments.confidence_head,
         confidence_head_with_markov=arguments.markov_rank > 0,
         draft_vocab_size=arguments.draft_vocab_size,
+        **arguments.traits(),
     )
 
 

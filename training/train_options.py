@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from training.arguments import DSparkTrainingArguments
 from training.targets import EMBEDDED_TARGET
 
@@ -52,6 +53,16 @@ class DrafterArguments:
         default=None, metadata={"help": "Start each draft layer from this target layer."}
     )
 
+    # Of a fresh drafter's layers; what is left out is as `training.initialization.config_for_target` has it.
+    hidden_act: str | None = field(default=None, metadata={"help": "Activation of the feed-forward layers."})
+    attention_scale: float | None = field(default=None, metadata={"help": "Factor of the attention scores."})
+    attention_k_eq_v: bool | None = field(default=None, metadata={"help": "Whether values are the projected keys."})
+    value_norm: bool | None = field(default=None, metadata={"help": "Whether values have a norm, without a scale."})
+    sandwich_norms: bool | None = field(
+        default=None, metadata={"help": "Whether attention and feed-forward have norms on both sides."}
+    )
+    layer_scalar: bool | None = field(default=None, metadata={"help": "Whether a buffer scales a layer's output."})
+
     peft: str | None = field(
         default=None,
         metadata={"help": "`lora`: fine-tune `drafter` by low-rank adapters; its heads are trained whole."},
@@ -70,6 +81,10 @@ class DrafterArguments:
             raise ValueError(
                 f"`lora_rank` and `lora_alpha` must be at least 1, got {self.lora_rank} and {self.lora_alpha}."
             )
+
+    def traits(self) -> dict[str, Any]:
+        """Fields of the drafter's layers that were given."""
+        return {name: value for name in BACKBONE_TRAITS if (value := getattr(self, name)) is not None}
 
 
 @dataclass

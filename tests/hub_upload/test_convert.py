@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
 from hub_upload.convert import convert, plan_conversion
 from hub_upload.streaming import rows_piece, small_piece, stored_piece, write_safetensors
 from modeling_dspark import DSparkModel
+from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
 from modeling_dspark.tensor_files_dspark import read_header
 from tests.builders import tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
@@ -132,6 +134,29 @@ def test_a_tied_target_gives_its_embedding_as_the_head(drafters, tmp_path):
     convert(plan_conversion(str(drafters("vanilla")), "deepspec", target=str(tmp_path / "tied")), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], tensors["embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("keys_as_values", [True, False])
+def test_gemma4(tmp_path, keys_as_values):
+    """DeepSpec's rows for Gemma 4 take what its layers have; the soft cap comes from the target. speculators has no place."""
+    model = tiny_target("gemma4")
+    model.save_pretrained(tmp_path / "target")
+    fields = GEMMA4_TRAITS | {"attention_k_eq_v": keys_as_values, "hidden_act": "gelu_pytorch_tanh", "head_dim": 16}
+    tiny_drafter(model, num_key_value_heads=1, target_name_or_path="t", **fields).save_pretrained(tmp_path / "saved")
+    convert(plan_conversion(str(tmp_path / "saved"), "dspark"), tmp_path / "drafter")
+    with pytest.raises(ValueError, match="final_logit_softcapping.*--target"):
+        plan_conversion(str(tmp_path / "drafter"), "deepspec")
+    with pytest.raises(ValueError, match=r"no place for `attention_scale=1\.0`"):
+        plan_conversion(str(tmp_path / "drafter"), "speculators", target=str(tmp_path / "target"))
+    plan = plan_conversion(str(tmp_path / "drafter"), "deepspec", target=str(tmp_path / "target"))
+    softcap = model.config.get_text_config().final_logit_softcapping
+    assert plan.config["architectures"] == ["Gemma4DSparkModel"]
+    assert plan.config["final_logit_softcapping"] == softcap is not None
+    convert(plan, tmp_path / "there")
+    convert(plan_conversion(str(tmp_path / "there"), "dspark", target=str(tmp_path / "target")), tmp_path / "back")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "drafter" / file).read_bytes(), file
+    assert AutoConfig.from_pretrained(tmp_path / "there").model_type == "gemma4_text"
 
 
 def test_the_fixtures_become_each_other(tmp_path):
