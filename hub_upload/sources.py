@@ -118,7 +118,8 @@ def _own_config(raw: dict[str, Any], stored: Mapping[str, StoredTensor], source:
 
 def _calibration(source: str, config: DSparkConfig) -> bytes | None:
     """The content of `calibration.json`; its temperatures become those of a config that has none."""
-    path = cached_file(source, CALIBRATION, _raise_exceptions_for_missing_entries=False)
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(source, CALIBRATION, **optional)
     if path is None:
         return None
     data = Path(path).read_bytes()

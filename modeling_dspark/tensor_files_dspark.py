@@ -79,7 +79,10 @@ def stored_tensors(name_or_path: Any, **file_arguments: Any) -> dict[str, Stored
         ValueError: if a file is corrupt, truncated or missing.
     """
     where: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **file_arguments}
-    index = cached_file(name_or_path, "model.safetensors.index.json", **where)
+    # Offline, nobody can say whether there is an index that is not in the cache.
+    index = cached_file(
+        name_or_path, "model.safetensors.index.json", _raise_exceptions_for_connection_errors=False, **where
+    )
     names = ["model.safetensors"] if index is None else _shards_of(Path(index))
     tensors: dict[str, StoredTensor] = {}
     for name in names:

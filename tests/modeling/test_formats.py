@@ -336,3 +336,13 @@ def test_shards(tmp_path, specforge):
     (specforge / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="model-00002-of-00002"):
         DSparkModel.from_pretrained(specforge)
+
+
+def test_a_repository_in_the_cache_loads_offline(tmp_path, specforge):
+    """By its id, with what a download leaves: there is no connection that could say that there is no index of shards."""
+    repository, commit = tmp_path / "hub" / "models--org--drafter", "a" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(specforge, repository / "snapshots" / commit)
+    loaded = DSparkModel.from_pretrained("org/drafter", cache_dir=tmp_path / "hub")
+    assert loaded.config.target_layer_ids == [0, 2, 3]
