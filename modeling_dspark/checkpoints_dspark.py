@@ -1,4 +1,4 @@
-"""Read a drafter's checkpoint strictly: this project's format, and the others of `formats_dspark`.
+"""Read a drafter's checkpoint strictly: this project's format, and those of `formats_dspark`.
 
 A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values. Copies of the
 target's embedding and LM head are dropped, since both are borrowed from the target.
@@ -14,8 +14,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import cached_file
 
-from .formats_dspark import COPIES, DROPPED, Format, detect, fields_of, unsupported
+from .formats_dspark import COPIES, DROPPED, Format, detect
 from .tensor_files_dspark import StoredTensor, stored_tensors
+from .translation_dspark import fields_of, unsupported
 
 
 _FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

@@ -346,3 +346,16 @@ def test_a_repository_in_the_cache_loads_offline(tmp_path, specforge):
     shutil.copytree(specforge, repository / "snapshots" / commit)
     loaded = DSparkModel.from_pretrained("org/drafter", cache_dir=tmp_path / "hub")
     assert loaded.config.target_layer_ids == [0, 2, 3]
+
+
+def test_dflash_as_deepspec_trains_it(tmp_path):
+    """Without heads, and so without the fields that say what they are like; in DeepSpec's layout, not in DFlash's."""
+    plain = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    drafter = tiny_drafter(tiny_target("qwen3"), **plain)
+    raw = layers_of(drafter) | {"architectures": ["Qwen3DSparkModel"], "num_target_layers": 4, "block_size": 4}
+    raw |= {"target_layer_ids": [0, 1, 2], "mask_token_id": 3, "markov_rank": 0, "enable_confidence_head": False}
+    copies = {"embed_tokens.weight": torch.randn(VOCAB, 32), "lm_head.weight": torch.randn(VOCAB, 32)}
+    loaded = DSparkModel.from_pretrained(write(tmp_path, raw, drafter.state_dict() | copies))
+    assert settings(loaded) == settings(drafter) | {"dtype": "float32"}
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
