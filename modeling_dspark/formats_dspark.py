@@ -228,7 +228,10 @@ def detect(
         return None
     kind = next(kind for kind in FORMATS if kind.tells(raw, tensors))
     places = (*kind.required, *(f"{kind.layers}.{name}" if kind.layers else name for name in SIZES))
-    if missing := [place for place in places if look_up(raw, place) is None]:
+    missing = [place for place in places if look_up(raw, place) is None]
+    if kind.read(raw, "block_size") is None:
+        missing = sorted({*missing, "block_size"})
+    if missing:
         raise ValueError(
             f"`{source}` is not a DSpark drafter: its config is of type {raw.get('model_type')!r} "
             f"(architectures {raw.get('architectures')}) and, taken for {kind.name}'s, lacks {missing}."

@@ -288,6 +288,13 @@ class TestRefusals:
         for part in ("sliding_attention", "missing: fc.weight", "layer_scalar", "norm.weight is [3], expected [32]"):
             assert part in str(refusal.value)
 
+    def test_a_block_of_no_size(self, tmp_path):
+        raw = layers_of(tiny_drafter(tiny_target("qwen3"))) | {
+            "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]}
+        }
+        with pytest.raises(ValueError, match=r"lacks \['block_size'\]"):
+            DSparkModel.from_pretrained(write(tmp_path, raw, {"norm.weight": torch.ones(32)}))
+
     @pytest.mark.parametrize(
         "nested", [{"causal": True}, {"use_swa": True}, {"gru_hidden_dim": 8}, {"projector_type": "x"}]
     )
