@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 # from the other, since a few are long.
 PYTEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: install demo test test-slow test-gpu test-compat quality style docs clean
+.PHONY: install demo test test-slow test-gpu test-compat quality style docs card clean
 
 install: $(INSTALLED)
 
@@ -58,6 +58,12 @@ style: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The shipped drafter's card, plots, .eval_results and config.json, as its weights, facts.yaml and reports make them.
+card: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m hub_upload card hub_upload/repos/$(DRAFTER)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m hub_upload package hub_upload/repos/$(DRAFTER) build/$(DRAFTER) --overwrite
+	cp build/$(DRAFTER)/config.json hub_upload/repos/$(DRAFTER)/config.json
 
 clean:
 	rm -rf build site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info

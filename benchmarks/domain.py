@@ -21,12 +21,15 @@ from benchmarks.packed import exit_status
 from benchmarks.pair import DEFAULT_DRAFTER, HelpFormatter, check_drafter, describe_drafter, positive_int
 from benchmarks.report import markdown_table, write_json
 from benchmarks.study import evaluation_sets, measure, num_answers
+from benchmarks.work import check_work
 from modeling_dspark import DSparkModel
 from training.regenerate import read_jsonl, write_atomically
+from training.resuming import last_whole_checkpoint
 from training.targets import EMBEDDED_TARGET, load_target
 
 
 HERE = Path(__file__).parent
+_TUNING = ("steps", "learning_rate", "lora_rank")
 DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "train_minutes": "wall time of the fine-tuning, other work on the machine included",
@@ -60,14 +63,16 @@ def domain_answers(options: argparse.Namespace) -> tuple[Path, int]:
         ValueError: if no prompt is of that category, or an answer is to no prompt.
     """
     num_answers(options.prompts, options.answers)
-    prompts = read_jsonl(options.prompts)
-    categories = [record.get("category") for record in prompts]
+    prompts: list[Any] = read_jsonl(options.prompts)
+    categories = [record.get("category") if isinstance(record, dict) else None for record in prompts]
     if options.domain not in categories:
         raise ValueError(
             f"`--domain {options.domain}`: `{options.prompts}` has the categories {sorted({str(c) for c in categories})}."
         )
     answers = [record for path in options.answers for record in read_jsonl(path)]
     chosen = [record for record in answers if categories[record["prompt"]] == options.domain]
+    settings = {name: getattr(options, name) for name in ("target", "drafter", "domain", *_TUNING)}
+    check_work(Path(options.work), settings, {"prompts": [options.prompts], "answers": options.answers})
     path = Path(options.work) / "answers.jsonl"
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in chosen))
     return path, len(chosen)
@@ -88,7 +93,7 @@ def fine_tune(options: argparse.Namespace, answers: Path) -> float:
     ]
     if options.feature_cache:
         flags += ["--feature_cache", options.feature_cache]
-    if any(folder.glob("checkpoint-*")):
+    if last_whole_checkpoint(folder) is not None:
         flags += ["--resume_from_checkpoint", "true"]
     begun = time.perf_counter()
     if subprocess.run([sys.executable, "-m", "training.train", *flags], check=False).returncode:

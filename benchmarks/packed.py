@@ -7,31 +7,18 @@ numbers are those of what a user of the package runs; nothing here imports `mode
 import argparse
 import importlib
 import importlib.util
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from benchmarks.pair import add_model_options, positive_int
+from training.commands import exit_status
 
 
 def add_packed_options(parser: argparse.ArgumentParser, *, drafter_help: str = "") -> None:
     """Options for the models and the threads; how the drafter drafts is up to the benchmark."""
     group = add_model_options(parser, drafter_help=drafter_help)
     group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: torch's)")
-
-
-def exit_status(run: Callable[[], object]) -> int:
-    """Run a command: 0, or 2 if it cannot start (the error is printed), or 130 if it was interrupted."""
-    try:
-        run()
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 def code_of(drafter: PreTrainedModel, name: str) -> Any:

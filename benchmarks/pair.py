@@ -110,15 +110,12 @@ def load_pair(target: str, drafter: str, dtype: str) -> Pair:
     """Load both models and the tokenizer.
 
     Raises:
-        ValueError: if the drafter's folder is missing or not a package.
-        OSError: if a name is neither a folder nor on the Hub.
+        ValueError: if the drafter's folder is missing or not a package, or the target cannot be loaded.
+        OSError: if the drafter is neither a folder nor on the Hub.
     """
     check_drafter(drafter)  # first, since the target may have to be converted, which takes half a minute
-    try:
-        model = load_target(target, getattr(torch, dtype))
-        tokenizer = load_tokenizer(target)
-    except OSError as error:
-        raise OSError(f"`--target {target}` cannot be loaded. {error}") from error
+    model = load_target(target, getattr(torch, dtype))
+    tokenizer = load_tokenizer(target)
     if model.generation_config.pad_token_id is None:  # `generate` would say so again at every call
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return Pair(model, load_drafter(drafter, dtype), tokenizer)
@@ -143,16 +140,17 @@ def check_drafter(name_or_path: str) -> None:
                 "`--drafter` takes another folder or a Hub id."
             )
         return
-    if not _has_remote_code(folder / "config.json"):
+    if not _has_remote_code(folder):
         raise ValueError(
             f"`{name_or_path}` is not a packaged drafter (a config.json with `auto_map`, and the remote code). Make one: "
             f"`python -m hub_upload package {name_or_path} build/{folder.name}`."
         )
 
 
-def _has_remote_code(config: Path) -> bool:
+def _has_remote_code(folder: Path) -> bool:
     try:
-        return "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "auto_map" in config and (folder / "modeling_dspark.py").is_file()
     except (FileNotFoundError, json.JSONDecodeError):
         return False
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ from benchmarks.environment import environment
 from benchmarks.packed import exit_status, require_matplotlib
 from benchmarks.pair import HelpFormatter, positive_int
 from benchmarks.report import write_json
-from benchmarks.study_report import COMPARED, plot_study, study_tables
+from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
+from benchmarks.study_report import COMPARED, OURS, plot_study, study_tables
+from benchmarks.work import check_work
 from modeling_dspark import RunStatistics
 from training.data import Conversation
+from training.evaluation_runs import read_sets
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
 from training.replay import replay, replay_prompt_lookup
+from training.resuming import last_whole_checkpoint
 from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
@@ -62,6 +67,7 @@ DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
     "rounds": "of each answer, by set; `answer_tokens` are the tokens that they yield",
+    "curve": "training steps, and tau of whole blocks at random anchors over the steps since the entry before",
     "train_seconds": "wall time of the training's last start, other work on the machine included",
 }
 
@@ -78,6 +84,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=list(GROUPS), help="what to train")
     parser.add_argument("--steps", type=positive_int, default=1500, help="of every training")
     parser.add_argument("--seed", type=int, default=0, help="of every training")
+    parser.add_argument("--calibration-prompts", type=positive_int, default=200, metavar="N", help="without answers")
     parser.add_argument("--work", default="runs/study", help="folder of trainings, answers and features")
     parser.add_argument("--feature-cache", help="folder for features, computed once for all (default: in every step)")
     parser.add_argument("--feature-cache-gb", type=float, default=20.0, help="its largest size")
@@ -96,7 +103,7 @@ def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: 
     }  # fmt: skip
     if options.feature_cache:
         recipe |= {"feature_cache": options.feature_cache, "feature_cache_gb": options.feature_cache_gb}
-    if any(folder.glob("checkpoint-*")):
+    if last_whole_checkpoint(folder) is not None:
         recipe["resume_from_checkpoint"] = "true"
     flags: list[str] = []
     for name, value in recipe.items():
@@ -121,9 +128,12 @@ def num_answers(prompts: str, answers: Sequence[str]) -> int:
         ValueError: if an answer is to a prompt that is not in `prompts`.
     """
     num_prompts = len(read_jsonl(prompts))
-    places = [(path, record["prompt"]) for path in answers for record in read_jsonl(path)]
+    records: list[tuple[str, Any]] = [(path, record) for path in answers for record in read_jsonl(path)]
+    places = [(path, record.get("prompt") if isinstance(record, dict) else None) for path, record in records]
     for path, place in places:
-        if place >= num_prompts:
+        if not isinstance(place, int):
+            raise ValueError(f"`{path}` holds something else than answers of `training.regenerate`.")
+        if not 0 <= place < num_prompts:
             raise ValueError(
                 f"`{path}` answers prompt {place}, but `{prompts}` has {num_prompts}: pass its own prompts."
             )
@@ -133,11 +143,8 @@ def num_answers(prompts: str, answers: Sequence[str]) -> int:
 def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]]:
     """Greedy answers of the target by source, made once."""
     work = Path(options.work)
-    kept, counts = [], {}
-    for record in read_jsonl(options.eval_prompts):
-        counts[record["source"]] = counts.get(record["source"], 0) + 1
-        if options.limit is None or counts[record["source"]] <= options.limit:
-            kept.append(record)
+    _, found, records = read_sets(options.eval_prompts, group_by="source", limit=options.limit)
+    kept = [records[index] for index in sorted(index for indices in found.values() for index in indices)]
     prompts = work / "eval_prompts.jsonl"
     text = "".join(json.dumps(record) + "\n" for record in kept)
     if prompts.is_file() and prompts.read_text(encoding="utf-8") != text:
@@ -209,8 +216,24 @@ def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> l
             drafter = architecture.from_pretrained(folder / "drafter", dtype=torch.bfloat16).eval()
             found = {"settings": settings, "train_seconds": round(seconds, 1), **measure(drafter, target, sets)}
             write_atomically(record, json.dumps(found, indent=1) + "\n")
-        results.append({"group": group, "drafter": name, **found})
+        results.append({"group": group, "drafter": name, **found, "curve": learning_curve(folder)})
     return results
+
+
+def learning_curve(folder: Path) -> list[list[float]]:
+    """Steps of a training, and the greedy accepted length of a block over the steps since the last entry."""
+    log = folder / "log.jsonl"
+    entries = read_jsonl(log) if log.is_file() else []
+    return [[entry["step"], entry["tau_greedy"]] for entry in entries if "tau_greedy" in entry]
+
+
+def confidence(options: argparse.Namespace, unseen: list[dict[str, Any]]) -> dict[str, Any]:
+    """The confidence of `dspark`: its report without what names folders."""
+    work = Path(options.work)
+    report = measure_confidence(
+        work / OURS / "drafter", work, target=options.target, prompts=unseen, max_new_tokens=options.max_new_tokens
+    )
+    return {"calibration_prompts": len(unseen)} | asdict(report)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -220,7 +243,10 @@ def run(options: argparse.Namespace) -> None:
     facts = environment("bfloat16")
     Path(options.work).mkdir(parents=True, exist_ok=True)
     conversations = num_answers(options.prompts, options.answers)
+    settings = {name: getattr(options, name) for name in ("target", "steps", "seed")}
+    check_work(Path(options.work), settings, {"prompts": [options.prompts], "answers": options.answers})
     sets = evaluation_sets(options)
+    unseen = unseen_prompts(options.prompts, options.answers, options.calibration_prompts)
     results = study(options, sets)
     content = {
         "environment": facts,
@@ -232,9 +258,15 @@ def run(options: argparse.Namespace) -> None:
         "definitions": DEFINITIONS,
         "results": results,
     }
+    if "main" in options.groups:
+        content["confidence"] = confidence(options, unseen)
     print(f"\n{study_tables(content)}\nwritten to {write_json(options.output, content)}")
-    for path in plot_study(results, Path(options.plots)) if options.plots else ():
-        print(f"written to {path}")
+    if options.plots:
+        folder = Path(options.plots)
+        plots = plot_study(results, folder)
+        if "main" in options.groups:
+            plots += copy_plots(Path(options.work), folder)
+        print(*(f"written to {path}" for path in plots), sep="\n")
 
 
 def main(argv: list[str] | None = None) -> int:

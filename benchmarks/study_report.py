@@ -4,13 +4,17 @@ Margins compare rounds over the same answers, so intervals come from answers dra
 over seeds of training.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import markdown_table
+from training.evaluation_outputs import calibration_table, threshold_table
+from training.evaluation_report import FORMAT, EvalReport
 
 
 OURS = "dspark"
@@ -27,6 +31,8 @@ def study_tables(content: dict[str, Any]) -> str:
         parts.append(f"margins\n\n{margin_table(results)}")
     if "main" in groups:
         parts.append(f"acceptance by slot\n\n{acceptance_table(results)}")
+    if "confidence" in content:
+        parts += confidence_tables(content["confidence"])
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,6 +93,23 @@ def acceptance_table(results: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["drafter", *range(slots)], rows)
 
 
+def confidence_tables(confidence: dict[str, Any]) -> list[str]:
+    """Calibration and the sweep over thresholds of the calibrated drafter, as Markdown."""
+    names = {field.name for field in fields(EvalReport)}
+    content = {name: value for name, value in confidence.items() if name in names}
+    report = EvalReport.from_json(json.dumps({"format": FORMAT} | content))
+    return [calibration_table(report), threshold_table(report)]
+
+
+def curve_table(results: Sequence[dict[str, Any]], steps: Sequence[int]) -> str:
+    """Accepted length in training at some steps as Markdown, and DSpark's over that of the last drafter compared."""
+    curves = {case["drafter"]: dict(case["curve"]) for case in results if case["group"] == "main"}
+    rows = [[name, *(f"{curve[step]:.3f}" for step in steps)] for name, curve in curves.items()]
+    ours, other = (curves[name] for name in COMPARED)
+    rows.append([f"{OURS} over {COMPARED[1]}", *(f"{ours[step] / other[step] - 1:+.1%}" for step in steps)])
+    return markdown_table(["drafter", *steps], rows)
+
+
 def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Conditional acceptance from slot 0 to the last that was tried, by drafter."""
     return {
@@ -97,7 +120,7 @@ def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by slot, and accepted length by depth and by block size."""
+    """Conditional acceptance by slot; accepted length by step of training, by depth and by block size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,7 +129,11 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [case for case in results if len(case.get("acceptance", ())) > 1]
     positions = {name: list(enumerate(values)) for name, values in position_lines(drawn).items()}
-    figures: dict[str, Any] = {"study_positions": ("slot", "conditional acceptance", positions)}
+    curves = {case["drafter"]: case["curve"] for case in results if case["group"] == "main" and case["curve"]}
+    figures: dict[str, Any] = {
+        "study_positions": ("slot", "conditional acceptance", positions),
+        "study_curves": ("step", "accepted length in training", curves),
+    }
     for name, field, across in (("depth", "num_draft_layers", "draft layers"), ("block", "block_size", "block size")):
         figures[f"study_{name}"] = (across, "accepted length", _lines_by(results, name, field))
     written = []
@@ -136,4 +163,7 @@ def _lines_by(results: Sequence[dict[str, Any]], group: str, field: str) -> dict
     return lines
 
 
-__all__ = ["COMPARED", "OURS", "acceptance_table", "margin", "margin_table", "plot_study", "study_tables", "tau_table"]
+__all__ = [
+    *("COMPARED", "OURS", "acceptance_table", "confidence_tables", "margin", "margin_table"),
+    *("plot_study", "study_tables", "tau_table"),
+]

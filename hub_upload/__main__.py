@@ -1,7 +1,8 @@
 """Command line of `hub_upload`."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -15,20 +16,70 @@ def main() -> None:
 
 
 @app.command()
+def card(
+    drafter: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and facts.yaml.")],
+    report: Annotated[
+        list[Path] | None, typer.Option(help="A report of training.evaluate or benchmarks.latency; may be repeated.")
+    ] = None,
+    facts: Annotated[Path | None, typer.Option(help="The facts file; by default facts.yaml of the folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The card; by default README.md of the folder.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that someone wrote.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
+) -> None:
+    """Make the model card of a drafter, with its plots and .eval_results, out of reports and facts."""
+    from hub_upload.card import card_files, write_card
+
+    try:
+        if dry_run:
+            files = {name: len(content) for name, content in card_files(drafter, facts=facts, reports=report).items()}
+        else:
+            paths = write_card(drafter, output=output, facts=facts, reports=report, overwrite=overwrite)
+            files = {str(path): path.stat().st_size for path in paths}
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    _list(files)
+
+
+@app.command()
 def package(
-    drafter: Annotated[str, typer.Argument(help="Folder with config.json, model.safetensors and README.md.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Folder with config.json, model.safetensors, and facts.yaml or README.md.")
+    ],
     output: Annotated[str, typer.Argument(help="Folder to make, e.g. build/dspark-smollm2-135m-instruct.")],
+    report: Annotated[list[str] | None, typer.Option(help="A report for the card; may be repeated.")] = None,
+    cost_profile: Annotated[str | None, typer.Option(help="A measured cost profile that goes along.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub id of the target, for the config.")] = None,
+    no_card: Annotated[
+        bool, typer.Option("--no-card", help="Leave the card out, to measure for the first one.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier package.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
     """Assemble a folder that AutoModel.from_pretrained(..., trust_remote_code=True) loads."""
     from hub_upload.package import package as assemble
+    from hub_upload.package import planned
 
+    options: dict[str, Any] = {
+        "reports": report,
+        "cost_profile": cost_profile,
+        "target_name": target,
+        "with_card": not no_card,
+    }
     try:
-        files = assemble(drafter, output, overwrite=overwrite)
+        if dry_run:
+            files = planned(drafter, **options)
+        else:
+            files = {
+                str(path): path.stat().st_size for path in assemble(drafter, output, **options, overwrite=overwrite)
+            }
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    for path in files:
-        typer.echo(f"{path.stat().st_size:>12,}  {path}")
+    _list(files)
+
+
+def _list(files: dict[str, int]) -> None:
+    for path, size in files.items():
+        typer.echo(f"{size:>12,}  {path}")
 
 
 @app.command()
@@ -43,8 +94,6 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
 ) -> None:
     """Convert a checkpoint between the formats that DSpark drafters are published in."""
-    from pathlib import Path
-
     from hub_upload.convert import check_before, plan_conversion, plan_lines
     from hub_upload.convert import convert as write
 

@@ -7,19 +7,40 @@ inputs. This module talks to no network.
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_dspark
-from modeling_dspark import DSparkConfig
+from hub_upload.card import CARD, card_files, check_card
+from hub_upload.card_inputs import WEIGHTS
+from hub_upload.facts import FACTS_FILE
+from hub_upload.manifest import MANIFEST, write_manifest
+from hub_upload.package_checks import check_output, checked_config
+from hub_upload.private import check_text
+from modeling_dspark import CostProfile
 
 
 AUTO_MAP = {"AutoConfig": "configuration_dspark.DSparkConfig", "AutoModel": "modeling_dspark.DSparkModel"}
-_DRAFTER_FILES = ("config.json", "model.safetensors", "README.md")
-_OPTIONAL_FILES = ("calibration.json",)  # temperatures and what they are worth, in SGLang's form
+COSTS = "cost_profile.json"
+_CALIBRATION = "calibration.json"  # temperatures and what they are worth, in SGLang's form
+_SHIM = "custom_generate/generate.py"
+_OF_CARD = ("images/acceptance*.png", ".eval_results/*.yaml")
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a package is made of: texts and plots by path, and files that are copied."""
+
+    made: dict[str, bytes]
+    copied: dict[str, Path]
+
+    def sizes(self) -> dict[str, int]:
+        sizes = {name: len(content) for name, content in self.made.items()}
+        return sizes | {name: path.stat().st_size for name, path in self.copied.items()}
 
 
 def remote_code_files() -> list[Path]:
@@ -34,34 +55,51 @@ def custom_generate_file() -> Path:
     return Path(modeling_dspark.__file__).parent / "custom_generate" / "generate.py"
 
 
-def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False) -> list[Path]:
+def patterns() -> list[str]:
+    """Patterns of the paths that a package may hold."""
+    files = ["config.json", WEIGHTS, CARD, _CALIBRATION, COSTS, MANIFEST, _SHIM, *_OF_CARD]
+    return files + [path.name for path in remote_code_files()]
+
+
+def package(
+    drafter: str | Path,
+    output: str | Path,
+    *,
+    reports: Sequence[str | Path] | None = None,
+    cost_profile: str | Path | None = None,
+    target_name: str | None = None,
+    with_card: bool = True,
+    overwrite: bool = False,
+) -> list[Path]:
     """Write a loadable Hub folder.
 
     Args:
-        drafter (`str` or `Path`): Folder with `config.json`, `model.safetensors` and `README.md` (the card).
+        drafter (`str` or `Path`): Folder with `config.json`, `model.safetensors`, `calibration.json` if there is one, and
+            either `facts.yaml`, of which the card is made, or a `README.md` of one's own.
         output (`str` or `Path`): Folder to make; written aside and moved into place, so it is never half there.
+        reports (`Sequence`, *optional*): Reports for the card; by default those that the facts file lists.
+        cost_profile (`str` or `Path`, *optional*): A measured profile, this project's or SGLang's, that goes along in
+            SGLang's form.
+        target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`.
+        with_card (`bool`, *optional*, defaults to `True`): Without one, a drafter can be measured for its first card.
         overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is an earlier package.
 
     Returns:
         `list[Path]`: the files written, sorted.
 
     Raises:
-        ValueError: if a file is missing or broken, or `output` exists and may not be replaced.
+        ValueError: if a file is missing or broken, holds what is private, or `output` exists and may not be replaced.
     """
     source, target = Path(drafter), Path(output)
-    config = _checked_config(source)
-    _check_output(source, target, overwrite)
+    check_output(source, target, overwrite=overwrite, patterns=patterns())
+    contents = _contents(
+        source, reports=reports, cost_profile=cost_profile, target_name=target_name, with_card=with_card
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     workspace = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
     new, old = workspace / "new", workspace / "old"
     try:
-        new.mkdir()
-        (new / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
-        optional = [source / name for name in _OPTIONAL_FILES if (source / name).is_file()]
-        for path in (source / "model.safetensors", source / "README.md", *optional, *remote_code_files()):
-            shutil.copyfile(path, new / path.name)
-        (new / "custom_generate").mkdir()
-        shutil.copyfile(custom_generate_file(), new / "custom_generate" / "generate.py")
+        _write(new, contents)
         if target.exists():
             target.rename(old)
         new.rename(target)
@@ -72,50 +110,79 @@ def package(drafter: str | Path, output: str | Path, *, overwrite: bool = False)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _checked_config(source: Path) -> dict:
-    for name in _DRAFTER_FILES:
-        if not (source / name).is_file():
-            hint = "; write its model card there first" if name == "README.md" else ""
-            raise ValueError(f"`{source}` has no `{name}`{hint}. A drafter folder needs {', '.join(_DRAFTER_FILES)}.")
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{source / 'config.json'}` is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"`{source / 'config.json'}` is not a JSON object.")
-    if config.get("model_type") != DSparkConfig.model_type:
-        raise ValueError(f"`{source}` has `model_type` {config.get('model_type')!r}, expected 'dspark'.")
-    try:
-        DSparkConfig.from_dict(config)
-    except StrictDataclassError as error:
-        raise ValueError(f"`{source / 'config.json'}`: {error}.") from error
-    try:
-        with safe_open(source / "model.safetensors", framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"`{source / 'model.safetensors'}` is corrupt or truncated: {error}.") from error
-    return config
+def planned(
+    drafter: str | Path,
+    *,
+    reports: Sequence[str | Path] | None = None,
+    cost_profile: str | Path | None = None,
+    target_name: str | None = None,
+    with_card: bool = True,
+) -> dict[str, int]:
+    """Sizes in bytes of what `package` would write, by path, but for the manifest; writes nothing.
+
+    Args:
+        drafter (`str` or `Path`): As for `package`.
+        reports (`Sequence`, *optional*): As for `package`.
+        cost_profile (`str` or `Path`, *optional*): As for `package`.
+        target_name (`str`, *optional*): As for `package`.
+        with_card (`bool`, *optional*, defaults to `True`): As for `package`.
+    """
+    contents = _contents(
+        Path(drafter), reports=reports, cost_profile=cost_profile, target_name=target_name, with_card=with_card
+    )
+    return dict(sorted(contents.sizes().items()))
 
 
-def _check_output(source: Path, target: Path, overwrite: bool) -> None:
-    inside, outside = source.resolve(), target.resolve()
-    if inside == outside or inside in outside.parents or outside in inside.parents:
-        raise ValueError(
-            f"`output` (`{target}`) is the drafter folder itself, or one lies inside the other (`{source}`); choose another "
-            "folder."
-        )
-    if target.is_symlink():
-        raise ValueError(f"`{target}` is a symbolic link; give the folder itself.")
-    if not target.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier package, or another folder.")
-    if not target.is_dir() or not (target / "config.json").is_file():
-        raise ValueError(f"`{target}` exists and is not an earlier package, so it is not replaced.")
-    written = {*_DRAFTER_FILES, *_OPTIONAL_FILES, "custom_generate", *(path.name for path in remote_code_files())}
-    foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
-    if foreign:
-        raise ValueError(f"`{target}` holds files that no package has ({foreign[:5]}), so it is not replaced.")
+def _contents(
+    source: Path,
+    *,
+    reports: Sequence[str | Path] | None,
+    cost_profile: str | Path | None,
+    target_name: str | None,
+    with_card: bool,
+) -> _Contents:
+    config = checked_config(source, target_name, with_card=with_card)
+    made = {"config.json": _json(config | {"auto_map": AUTO_MAP}, sort=True)}
+    if with_card:
+        made |= _card(source, reports)
+    if (source / _CALIBRATION).is_file():
+        made[_CALIBRATION] = (source / _CALIBRATION).read_bytes()
+    if cost_profile is not None:
+        made[COSTS] = _json(CostProfile.load(cost_profile).to_sglang(config["block_size"]))
+    for name, content in made.items():
+        if not name.endswith(".png"):
+            check_text(str(source / name), content.decode(errors="replace"))
+    code = {path.name: path for path in remote_code_files()}
+    code[_SHIM] = custom_generate_file()
+    return _Contents(made, {WEIGHTS: source / WEIGHTS} | code)
 
 
-__all__ = ["AUTO_MAP", "package", "remote_code_files"]
+def _write(folder: Path, contents: _Contents) -> None:
+    """Write all files, with modes that do not depend on the user's, and the manifest at the end."""
+    folder.mkdir()
+    for name, content in contents.made.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    for name, path in contents.copied.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    write_manifest(folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _card(source: Path, reports: Sequence[str | Path] | None) -> dict[str, bytes]:
+    if (source / FACTS_FILE).is_file():
+        files = card_files(source, reports=[Path(path) for path in reports] if reports else None)
+        check_card(source, files)
+        return files
+    if reports:
+        raise ValueError(f"`reports` go into a card that is made of `{source / FACTS_FILE}`, and there is none.")
+    return {CARD: (source / CARD).read_bytes()}
+
+
+def _json(content: dict[str, Any], *, sort: bool = False) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=sort) + "\n").encode()
+
+
+__all__ = ["AUTO_MAP", "COSTS", "package", "patterns", "planned", "remote_code_files"]

@@ -183,6 +183,12 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be an activation of Transformers, got {self.hidden_act!r}.")
         if self.head_dim % 2:  # type: ignore[operator]  # filled in by now
             raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+        kinds = [name for name, value in (self.rope_parameters or {}).items() if isinstance(value, dict)]
+        if kinds:
+            raise ValueError(
+                f"`rope_parameters` must be those of one kind of layer, as all of a drafter's are alike, got {kinds}; pass "
+                "what is in `full_attention`."
+            )
         if self.attention_scale is not None and not 0 < self.attention_scale < math.inf:
             raise ValueError(
                 f"`attention_scale` must be a positive number, or `None` for `head_dim ** -0.5`, got {self.attention_scale}."

@@ -56,7 +56,7 @@ FAMILIES = {
     "gemma4_unified": (
         "gemma4_unified",
         {
-            "text_config": _GEMMA4 | {"model_type": "gemma4_unified_text"},
+            "text_config": _GEMMA4 | {"model_type": "gemma4_unified_text", "tie_word_embeddings": False},
             "vision_config": None,
             "audio_config": None,
             "tie_word_embeddings": False,

@@ -1,5 +1,6 @@
 """Arguments of training that belong to the method; everything else is Transformers' own."""
 
+import math
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -57,6 +58,14 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
         if self.packed_length < 1:
             raise ValueError(f"`packed_length` must be at least 1, got {self.packed_length}.")
+        if not 0 <= self.l1_warmup_fraction <= 1:
+            raise ValueError(f"`l1_warmup_fraction` must lie in [0, 1], got {self.l1_warmup_fraction}.")
+        if self.gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"`gradient_accumulation_steps` must be at least 1, got {self.gradient_accumulation_steps}."
+            )
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(f"`num_train_epochs` must be above 0, got {self.num_train_epochs}; or give `max_steps`.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false.")
         self.loss_weights(0.0)

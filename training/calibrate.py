@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,10 +29,11 @@ from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.target_dspark import check_target
 from training.calibration import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
 from training.calibration_outputs import table, write_outputs, write_temperatures
+from training.commands import exit_status
 from training.features import fingerprint
 from training.regenerate import from_command_line, prompt_ids, read_jsonl
 from training.rounds import Prompt, join, make_engine, record, record_to_file
-from training.targets import chat_template_hash, load_target, load_tokenizer
+from training.targets import chat_template_hash, check_device, load_target, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -86,6 +88,7 @@ class AnswerArguments(Protocol):
 
 def load_drafter(arguments: CalibrateArguments) -> DSparkModel:
     """The drafter; refuses one that has no confidence head, or whose config would not keep temperatures."""
+    check_device(arguments.device)
     path = Path(arguments.drafter) / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -227,6 +230,8 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     _warn(report)
     if not arguments.dry_run and _helps(report):
         write_temperatures(Path(arguments.drafter), temperatures)
+        tqdm.write(f"`confidence_temperatures` are in `{Path(arguments.drafter) / 'config.json'}`")
+    tqdm.write(f"written to {output}")
     return report
 
 
@@ -265,7 +270,9 @@ def _warn(report: CalibrationReport) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(
+        exit_status(
+            lambda: calibrate(from_command_line(CalibrateArguments, "calibrate", __doc__)),
+            when_interrupted="what is recorded is kept, and the same command goes on from it.",
+        )
+    )

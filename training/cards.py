@@ -3,9 +3,10 @@
 A run goes on only with the settings it was begun with: answers that were made differently never share a file.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training.files import read_jsonl, write_atomically
 from training.regenerate_arguments import RegenerateArguments
+from training.tables import compact_table
 from training.targets import chat_template_hash
 
 
@@ -37,15 +39,16 @@ def settings_of(arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBa
     }
 
 
-def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, Any]) -> None:
+def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, Any], prompts: Sequence[Any]) -> None:
     """Write the settings next to the answers, or check that a run that goes on has the same ones.
 
     Raises:
-        ValueError: names the settings that differ, with both values.
+        ValueError: names the settings that differ, with both values; or says that the prompts are others. (Further prompts
+            at the end are none.)
     """
     path = answers.with_suffix(".meta.json")
-    if answers.is_file() and path.is_file():
-        earlier = _EARLIER | json.loads(path.read_text())
+    if answers.is_file() and answers.stat().st_size and path.is_file():
+        earlier = _EARLIER | _read_object(path)
         different = {
             name: (earlier.get(name), value) for name, value in settings.items() if earlier.get(name) != value
         }
@@ -54,7 +57,28 @@ def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, 
                 f"`{answers}` was made with other arguments (then, now): {different}. Go on with the same ones, or choose "
                 "another `output`."
             )
-    write_atomically(path, json.dumps(settings | counts, indent=2) + "\n")
+        count = earlier.get("num_prompts")
+        if count is not None and _digest(prompts[:count]) != earlier.get("prompts_sha256"):
+            raise ValueError(
+                f"`{answers}` answers other prompts: the first {count} of `{counts['prompts']}` are not those that it was "
+                "begun with. Go on with the same ones (more may follow them), or choose another `output`."
+            )
+    asked = {"num_prompts": len(prompts), "prompts_sha256": _digest(prompts)}
+    write_atomically(path, json.dumps(settings | counts | asked, indent=2) + "\n")
+
+
+def _digest(prompts: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(prompts), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"`{path}` is damaged ({error}); choose another `output`.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path}` does not describe answers, got {str(content)[:80]}; choose another `output`.")
+    return content
 
 
 def write_dataset(answers: Path, prompts: list[dict], settings: dict[str, Any], counts: dict[str, Any]) -> None:
@@ -110,17 +134,12 @@ def _counts(records: list[dict], counts: dict[str, Any]) -> dict[str, Any]:
     } | {name.replace("_", " "): value for name, value in counts.items() if name != "prompts"}
 
 
-def _count(values: Iterable[str | None]) -> dict[str, int]:
-    return dict(Counter(value or "not stated" for value in values).most_common())
+def _count(values: Iterable[Any]) -> dict[str, int]:
+    return dict(Counter(str(value) if value else "not stated" for value in values).most_common())
 
 
 def _table(header: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:
-    lines = [
-        header,
-        ("---", "---"),
-        *((name, f"`{value}`" if isinstance(value, str) else value) for name, value in rows),
-    ]
-    return "\n".join(f"| {name} | {value} |" for name, value in lines)
+    return compact_table(header, [(name, f"`{value}`" if isinstance(value, str) else value) for name, value in rows])
 
 
 __all__ = ["dataset_card", "settings_of", "write_dataset", "write_provenance"]

@@ -106,6 +106,10 @@ def _first_turns(prompts_file: str, tokenizer: PreTrainedTokenizerBase) -> Calla
     rendered: dict[int, list[int]] = {}
 
     def first_turn(index: int, path: str) -> list[int]:
+        if not prompts_file:
+            raise ValueError(
+                f"`{path}`: its answers do not hold `prompt_ids`; pass the file of the prompts that they answer as `prompts`."
+            )
         if not prompts:
             prompts.extend(read_prompts(prompts_file))
         if not 0 <= index < len(prompts):
@@ -149,20 +153,22 @@ def _spans(mask: Sequence[bool]) -> Spans:
 
 
 def _checked(record: Any, path: str, vocab_size: int) -> tuple[int, list[int] | None, list[int]]:
-    names = ("prompt", "prompt_ids", "answer_ids")
-    index, prompt, answer = (record.get(name) if isinstance(record, dict) else None for name in names)
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
+    index, prompt, answer = (fields.get(name) for name in ("prompt", "prompt_ids", "answer_ids"))
+    numbers = (index, fields.get("sample", 0), fields.get("turn", 0))
 
     def are_ids(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(token, int) and 0 <= token < vocab_size for token in value)
 
-    if not isinstance(index, int) or not are_ids(answer) or not (prompt is None or are_ids(prompt)):
+    whole = all(isinstance(number, int) for number in numbers)
+    if not whole or not are_ids(answer) or not (prompt is None or are_ids(prompt)):
         raise ValueError(
             f"`{path}`: an answer needs `prompt` (a line number) and `answer_ids` (token ids below {vocab_size}), and may "
-            f"have `prompt_ids`; or a conversation as `messages`. Got {str(record)[:120]}."
+            f"have `prompt_ids` and the numbers `sample` and `turn`; or a conversation as `messages`. Got {str(record)[:120]}."
         )
-    if prompt is None and record.get("turn", 0) > 0:
+    if prompt is None and fields.get("turn", 0) > 0:
         raise ValueError(f"`{path}`: an answer to a later turn needs `prompt_ids`, got {str(record)[:120]}.")
-    return index, prompt, answer  # type: ignore[return-value]  # checked above
+    return fields["prompt"], prompt, fields["answer_ids"]
 
 
 def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel) -> None:
@@ -178,6 +184,14 @@ def check_tokens(conversations: Sequence[Conversation], target: PreTrainedModel)
             f"The conversations hold token {highest}, but `target` has {vocab_size} tokens: the tokenizer in its folder is "
             "another model's. Answer the prompts again with the right one."
         )
+
+
+def num_answers_with(token: int, conversations: Sequence[Conversation]) -> int:
+    """The number of conversations in which an answer holds `token`."""
+    return sum(
+        bool((torch.tensor(conversation.input_ids)[conversation.response_mask] == token).any())
+        for conversation in conversations
+    )
 
 
 def choose_draft_vocabulary(
@@ -203,4 +217,4 @@ def choose_draft_vocabulary(
     return chosen, float(counts[chosen].sum() / counts.sum())
 
 
-__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations"]
+__all__ = ["Conversation", "check_tokens", "choose_draft_vocabulary", "load_conversations", "num_answers_with"]

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from training.adapters import add_lora
 from training.arguments import DSparkTrainingArguments
 from training.features import bytes_a_token
 from training.targets import resolve_target
@@ -116,15 +117,25 @@ def given_config(drafter: str) -> DSparkConfig:
     try:
         return DSparkConfig.from_pretrained(drafter)
     except OSError as error:
-        raise ValueError(f"`drafter`: `{drafter}` has no config ({str(error).splitlines()[0]}).") from error
+        raise ValueError(
+            f"`drafter`: `{drafter}` is no folder with a config, nor on the Hub ({str(error).splitlines()[0]})."
+        ) from error
 
 
 def dry_run(
-    target: PreTrainedModel, config: DSparkConfig, training: DSparkTrainingArguments, *, max_length: int
+    target: PreTrainedModel,
+    config: DSparkConfig,
+    training: DSparkTrainingArguments,
+    *,
+    max_length: int,
+    lora_rank: int | None = None,
 ) -> DryRun:
-    """Sizes of training a drafter of `config` for `target`, which may be on the meta device."""
+    """Sizes of training a drafter of `config`, whole or by adapters, for `target`, which may be on the meta device."""
     with torch.device("meta"):
         drafter = DSparkModel(config)
+        num_parameters = drafter.num_parameters()  # without adapters
+        if lora_rank is not None:
+            add_lora(drafter, rank=lora_rank, alpha=lora_rank)
     trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     kept = {
         "drafter: weights (fp32)": _FP32 * sum(parameter.numel() for parameter in drafter.parameters()),
@@ -141,7 +152,7 @@ def dry_run(
     }
     return DryRun(
         target_parameters=sum(parameter.numel() for parameter in target.parameters()),
-        drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        drafter_parameters=num_parameters,
         trainable_parameters=trainable,
         memory=kept | passing,
         sharded={name: -(-amount // _SHARDS) for name, amount in kept.items()} | passing,

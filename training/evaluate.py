@@ -12,6 +12,7 @@ with the same arguments.
 
 import importlib.util
 import math
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from modeling_dspark import DSparkModel
 from training.calibrate import load_fitting_target, recording_settings
+from training.commands import exit_status
 from training.environment import environment
 from training.evaluation_outputs import markdown, write_report
 from training.evaluation_report import POOLED, EvalReport, SetReport, set_report
@@ -36,6 +38,7 @@ from training.evaluation_runs import (
 )
 from training.regenerate import from_command_line
 from training.rounds import join
+from training.targets import check_device
 
 
 Records = dict[int, dict[str, Any]]
@@ -90,6 +93,7 @@ def load_drafter(arguments: EvaluateArguments) -> DSparkModel:
     Raises:
         ValueError: if there is none.
     """
+    check_device(arguments.device)
     if not (Path(arguments.drafter) / "config.json").is_file():
         raise ValueError(
             f"`drafter` must be a local folder with a drafter; there is no `{arguments.drafter}/config.json`. Download a "
@@ -219,6 +223,7 @@ def evaluate(arguments: EvaluateArguments) -> EvalReport:
     rounds = join(list(records.values()), evaluation.drafter.config.block_size)
     write_report(output, report, rounds if evaluation.has_confidence else None)
     tqdm.write(markdown(report))
+    tqdm.write(f"written to {output}")
     return report
 
 
@@ -280,7 +285,9 @@ def notes(evaluation: Evaluation, figures: dict[str, SetReport]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(
+        exit_status(
+            lambda: evaluate(from_command_line(EvaluateArguments, "evaluate", __doc__)),
+            when_interrupted="what is recorded is kept, and the same command goes on from it.",
+        )
+    )

@@ -9,6 +9,7 @@ from training.calibration import Rounds, calibration_report
 from training.calibration_outputs import plot_reliability, slot_bins
 from training.evaluation_report import POOLED, EvalReport, SetReport
 from training.regenerate import write_atomically
+from training.tables import compact_table
 
 
 def write_report(folder: Path, report: EvalReport, rounds: Rounds | None) -> None:
@@ -32,9 +33,9 @@ def markdown(report: EvalReport) -> str:
     sections = [f"# Evaluation of {report.drafter['name']}", _conditions(report), _acceptance_table(report)]
     sections.append(_position_table(report))
     if report.pooled.calibration is not None:
-        sections.append(_calibration_table(report))
+        sections.append(calibration_table(report))
     if report.pooled.thresholds is not None:
-        sections.append(_threshold_table(report))
+        sections.append(threshold_table(report))
     if report.pooled.speed is not None:
         sections.append(_speed_table(report))
     return "\n\n".join([*sections, *(f"Note: {note}" for note in report.notes)]) + "\n"
@@ -58,12 +59,6 @@ def _conditions(report: EvalReport) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    marks = ["---", *("---:" for _ in header[1:])]
-    lines = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in (header, marks, *rows))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -76,7 +71,7 @@ def _acceptance_table(report: EvalReport) -> str:
         counts = [f"{count:,}" for count in (part.prompts, part.skipped, figures["rounds"])]
         shares = [f"{figures['accepted_length']:.3f}", f"{figures['drafts_per_round']:.2f}"]
         rows.append([name, *counts, *shares, _number(figures["verify_rate"], ".1%")])
-    return "## Acceptance\n\n" + _table(header, rows)
+    return "## Acceptance\n\n" + compact_table(header, rows)
 
 
 def _position_table(report: EvalReport) -> str:
@@ -85,10 +80,11 @@ def _position_table(report: EvalReport) -> str:
         [name, *(_number(share, ".1%") for share in part.acceptance["acceptance_by_position"])]
         for name, part in _parts(report).items()
     ]
-    return "## Conditional acceptance\n\n" + _table(header, rows)
+    return "## Conditional acceptance\n\n" + compact_table(header, rows)
 
 
-def _calibration_table(report: EvalReport) -> str:
+def calibration_table(report: EvalReport) -> str:
+    """Calibration by slot and on average as a Markdown section."""
     header = ["set", "slot", "rounds", "survived", "T", "ECE", "floor", "AUC", "Brier"]
     rows = []
     for name, part in _parts(report).items():
@@ -103,7 +99,7 @@ def _calibration_table(report: EvalReport) -> str:
         metrics = _before_after(figures["means"]["before"], figures["means"]["after"], None)
         floor = f"{sum(figures['ece_floor']) / len(figures['ece_floor']):.2%}"
         rows.append([name, "mean", "", "", "", metrics[0], floor, *metrics[1:]])
-    return "## Calibration of survival, before and after scaling\n\n" + _table(header, rows)
+    return "## Calibration of survival, before and after scaling\n\n" + compact_table(header, rows)
 
 
 def _before_after(before: dict[str, Any], after: dict[str, Any] | None, slot: int | None) -> list[str]:
@@ -115,7 +111,8 @@ def _before_after(before: dict[str, Any], after: dict[str, Any] | None, slot: in
     return cells
 
 
-def _threshold_table(report: EvalReport) -> str:
+def threshold_table(report: EvalReport) -> str:
+    """The sweep over thresholds as a Markdown section."""
     header = ["threshold", "drafts a round", "accepted length", "verify rate"]
     rows = [
         [
@@ -126,7 +123,7 @@ def _threshold_table(report: EvalReport) -> str:
         ]
         for point in report.pooled.thresholds or ()
     ]
-    return "## Confidence thresholds, all sets\n\n" + _table(header, rows)
+    return "## Confidence thresholds, all sets\n\n" + compact_table(header, rows)
 
 
 def _speed_table(report: EvalReport) -> str:
@@ -138,7 +135,7 @@ def _speed_table(report: EvalReport) -> str:
             speeds = f"{speed.plain:.1f}", f"{speed.assisted:.1f}", f"{speed.ratio:.3f}"
             rows.append([name, str(speed.num_prompts), *speeds, interval])
     schedule = f"schedule {report.timing['schedule']}, one prompt at a time" if report.timing else ""
-    return f"## Speed ({schedule})\n\n" + _table(header, rows)
+    return f"## Speed ({schedule})\n\n" + compact_table(header, rows)
 
 
 def plot_acceptance(path: Path, report: EvalReport) -> None:
@@ -209,4 +206,12 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-__all__ = ["markdown", "plot_acceptance", "plot_reliability_of", "plot_thresholds", "write_report"]
+__all__ = [
+    "calibration_table",
+    "markdown",
+    "plot_acceptance",
+    "plot_reliability_of",
+    "plot_thresholds",
+    "threshold_table",
+    "write_report",
+]

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from training.evaluation import Speed, ThresholdPoint, speed_figures, threshold_sweep
-from training.metrics.confidence_calibration.confidence_calibration import ConfidenceCalibration
-from training.metrics.speculative_acceptance.speculative_acceptance import SpeculativeAcceptance
 from training.rounds import join
 
 
@@ -103,6 +101,10 @@ def set_report(
     Raises:
         ValueError: if no answer had a round after the prefill.
     """
+    # `evaluate`, which these need, takes seconds to import; a report is read without it.
+    from training.metrics.confidence_calibration.confidence_calibration import ConfidenceCalibration
+    from training.metrics.speculative_acceptance.speculative_acceptance import SpeculativeAcceptance
+
     columns = {
         name: [value for record in records for value in record[name]]
         for name in ("verified", "accepted", "new_tokens", "logits")

@@ -7,37 +7,47 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 
 if sys.platform != "win32":
     import fcntl
 
 
+logger = logging.get_logger(__name__)
+
+
 def read_jsonl(path: str | Path) -> list[dict]:
-    """Read a JSONL file; a last line cut by a crash is dropped, any other broken line is an error."""
+    """Read a JSONL file; a record at the end that a crash cut is left out with a warning, other broken lines are errors."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`.")
     # Not `splitlines`, which also splits at separators that JSON strings may contain. A cut may fall inside a character.
-    lines = [line for line in Path(path).read_bytes().split(b"\n") if line]
+    lines = Path(path).read_bytes().split(b"\n")
     records = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             records.append(json.loads(line))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            if number == len(lines) - 1:
+            if number == len(lines) and line.startswith(b"{"):  # no line break follows, as after a crash
+                logger.warning(f"`{path}` ends with half a record, line {number}, which is left out.")
                 break
-            raise ValueError(f"`{path}` line {number + 1} is not JSON: {error}.") from error
+            raise ValueError(f"`{path}` line {number} is not JSON: {error}.") from error
     return records
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that it has the old content or the new one, at any moment."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file such that it has the old content or the new one, at any moment. Text is written as UTF-8."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -47,10 +57,37 @@ def write_atomically(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Hold a folder or a file for this process; the system lets go of it when the process ends.
+
+    Raises:
+        ValueError: if another process holds it (not seen on Windows).
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _lock(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
+        except BlockingIOError as error:
+            raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
+
+
 class JsonlAppender:
     """Appends records to a JSONL file, each of them with one call of the operating system, for use in a `with` block.
 
-    Half a line that a crash left at the end is cut off first, so that the next record starts on a line of its own.
+    Half a record that a crash left at the end is cut off, and a whole one without a line break gets it, before the first
+    one is written or at the end. A file that the block refuses stays as it is.
 
     Raises:
         ValueError: if another process appends to the file (not seen on Windows).
@@ -58,24 +95,40 @@ class JsonlAppender:
 
     def __init__(self, path: Path):
         self._file = path.open("ab", buffering=0)
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
-            except BlockingIOError as error:
-                self._file.close()
-                raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
-        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        try:
+            _lock(self._file.fileno(), path)
+        except ValueError:
+            self._file.close()
+            raise
+        self._path, self._at_line_start = path, False
 
     def __enter__(self) -> "JsonlAppender":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and not self._at_line_start:
+            self._end_last_line()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; it is in the file when this returns, also if the process is killed after."""
-        self._file.write((json.dumps(record) + "\n").encode())
+        if not self._at_line_start:
+            self._end_last_line()
+        data = (json.dumps(record) + "\n").encode()
+        while data:  # of a disk that is almost full, the system takes a part
+            data = data[self._file.write(data) :]
+
+    def _end_last_line(self) -> None:
+        content = self._path.read_bytes()
+        begin = content.rfind(b"\n") + 1
+        try:
+            json.loads(content[begin:])
+        except ValueError:
+            self._file.truncate(begin)
+        else:
+            self._file.write(b"\n")
+        self._at_line_start = True
 
 
-__all__ = ["JsonlAppender", "read_jsonl", "write_atomically"]
+__all__ = ["JsonlAppender", "only_writer", "read_jsonl", "write_atomically"]

@@ -46,12 +46,13 @@ def forward_blocks(
         wrapped (`torch.nn.Module`, *optional*):
             The drafter as a distributed run wraps it. Gradients are exchanged only if its forward is what is called.
     """
+    model = drafter if wrapped is None else wrapped  # `or` would ask a compiled model for its length
     if getattr(drafter, "forwards_blocks", False):
-        return (wrapped or drafter)(binding, blocks, input_ids=input_ids, features=features)
+        return model(binding, blocks, input_ids=input_ids, features=features)
     num_context, num_positions = input_ids.shape[1], drafter.config.num_block_positions
     make_mask = flex_block_mask if drafter.config._attn_implementation == "flex_attention" else block_mask
     noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id, num_positions)
-    block = (wrapped or drafter)(
+    block = model(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
         position_ids=block_positions(blocks, num_context, num_positions),

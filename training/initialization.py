@@ -87,9 +87,10 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
     """
     base: Any = target.get_decoder()
     layers = base.layers
-    if len(layer_ids) != drafter.config.num_hidden_layers or max(layer_ids) >= len(layers):
+    inside = all(0 <= layer_id < len(layers) for layer_id in layer_ids)
+    if len(layer_ids) != drafter.config.num_hidden_layers or not inside:
         raise ValueError(
-            f"`init_from_target_layers` needs {drafter.config.num_hidden_layers} ids below {len(layers)}, "
+            f"`init_from_target_layers` needs {drafter.config.num_hidden_layers} ids in [0, {len(layers)}), "
             f"got {list(layer_ids)}."
         )
     sources = [_layer_state(layers[layer_id]) for layer_id in layer_ids]

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from training.prompts import apply_template
+
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
@@ -34,7 +36,7 @@ def assistant_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any) -> tuple
     if not tokenizer.is_fast:
         raise ValueError(f"`messages` need a fast tokenizer, which knows offsets; {type(tokenizer).__name__} is none.")
     if _GENERATION.search(template):
-        encoded: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        encoded = apply_template(tokenizer, messages, return_assistant_tokens_mask=True, return_dict=True)
         return encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]
     return _by_prefixes(tokenizer, messages)
 
@@ -62,7 +64,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
     if not messages:
         return ""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, tokenize=False)  # type: ignore[return-value]
+    return apply_template(tokenizer, messages, add_generation_prompt=answer_next, tokenize=False)
 
 
 __all__ = ["assistant_tokens"]

@@ -8,11 +8,13 @@ import random
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from training.prompts import chat, read_prompts, render_chat, text_ids, user_turns
+from training.files import read_jsonl
+from training.prompts import chat, prompt_ids, read_prompts, render_chat, text_ids, user_turns
 from training.regenerate_arguments import RegenerateArguments, valid_sampling
 
 
@@ -76,6 +78,24 @@ class Answer:
 Answers = dict[tuple[int, int, int], Answer]
 
 
+def answers_in(path: Path) -> Answers:
+    """The answers of a file.
+
+    Raises:
+        ValueError: if it holds anything else, naming what.
+    """
+    answers = {}
+    records: list[Any] = read_jsonl(path)
+    for record in records:
+        fields: Any = record if isinstance(record, dict) else {}
+        ids = fields.get("answer_ids")
+        place = [fields.get("prompt"), fields.get("sample", 0), fields.get("turn", 0)]
+        if not isinstance(ids, list) or not all(isinstance(number, int) for number in (*place, *ids)):
+            raise ValueError(f"`{path}` holds something else than answers, {str(record)[:80]}; name another file.")
+        answers[key_of(fields)] = Answer.of(fields)
+    return answers
+
+
 def key_of(record: Mapping[str, Any]) -> tuple[int, int, int]:
     """The key of the request that a record answers."""
     return record["prompt"], record.get("sample", 0), record.get("turn", 0)
@@ -103,13 +123,13 @@ def plan_requests(
         records = read_prompts(arguments.prompts, split=arguments.prompts_split, column=arguments.prompts_column)
     answered = set()
     if arguments.skip_answered_in:
-        answered = {record["prompt"] for record in read_prompts(arguments.skip_answered_in)}
+        answered = _answered_in(arguments.skip_answered_in)
     requests, too_long = [], 0
     for prompt in range(arguments.skip, min(len(records), arguments.limit or len(records))):
         if prompt in answered:
             continue
         turns = tuple(user_turns(records[prompt])[: arguments.max_turns])
-        ids = tuple(text_ids(tokenizer, render_chat(tokenizer, chat(turns[:1], []), arguments.thinking)))
+        ids = tuple(prompt_ids(tokenizer, records[prompt], arguments.thinking))
         if len(ids) > arguments.max_prompt_tokens:
             too_long += 1
             continue
@@ -124,6 +144,14 @@ def plan_requests(
             }
             requests.append(Request(prompt, sample, turns, (), ids, **sampling))
     return requests, too_long
+
+
+def _answered_in(path: str) -> set[int]:
+    records: list[Any] = read_jsonl(path)
+    places: set[Any] = {record.get("prompt") if isinstance(record, dict) else None for record in records}
+    if not all(isinstance(place, int) for place in places):
+        raise ValueError(f"`skip_answered_in`: not every line of `{path}` has the number of a `prompt`.")
+    return places
 
 
 def follow_up(
@@ -185,6 +213,7 @@ __all__ = [
     "Answer",
     "Answers",
     "Request",
+    "answers_in",
     "follow_up",
     "follow_ups",
     "key_of",

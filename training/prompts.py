@@ -28,6 +28,8 @@ def read_prompts(source: str, *, split: str = "train", column: str | None = None
     Raises:
         ValueError: if there is no such file, split or column.
     """
+    if not source:
+        raise ValueError("`prompts` must name a file, a folder or a dataset; it is not given.")
     path = Path(source)
     if path.suffix == ".jsonl" or (path.is_file() and path.suffix != ".parquet"):
         records = read_jsonl(path)
@@ -35,6 +37,8 @@ def read_prompts(source: str, *, split: str = "train", column: str | None = None
         records = _read_parquet(path)
     else:
         records = _read_dataset(source, split)
+    if not records:
+        raise ValueError(f'`prompts`: `{source}` holds no prompts; a line is `{{"turns": ["a question"]}}`.')
     return records if column is None else [_with_turns(record, column, source) for record in records]
 
 
@@ -51,11 +55,12 @@ def _read_parquet(path: Path) -> list[dict]:
 
 def _read_dataset(source: str, split: str) -> list[dict]:
     from datasets import DatasetDict, load_dataset, load_from_disk  # the training extra; needed for datasets only
+    from datasets.exceptions import DatasetGenerationError
 
     try:
         saved = (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file()
         data: Any = load_from_disk(source) if saved else load_dataset(source, split=split)
-    except (OSError, ValueError) as error:  # not there, no network, no such split
+    except (OSError, ValueError, DatasetGenerationError) as error:  # not there, no network, no such split, other files
         raise ValueError(
             f"`prompts`: `{source}` is neither a `.jsonl` or `.parquet` file that is there nor a dataset that can be "
             f"loaded with split `{split}` ({type(error).__name__}: {error})."
@@ -69,11 +74,11 @@ def _read_dataset(source: str, split: str) -> list[dict]:
     return data.to_list()
 
 
-def _with_turns(record: dict, column: str, source: str) -> dict:
-    value = record.get(column)
-    if value is None:
-        raise ValueError(f"`prompts_column`: `{source}` has no `{column}` in {sorted(record)}.")
-    return record | {"turns": [value] if isinstance(value, str) else list(value)}
+def _with_turns(record: Any, column: str, source: str) -> dict:
+    value = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"`prompts_column`: `{source}` has no text or list in `{column}` of {str(record)[:120]}.")
+    return record | {"turns": [value] if isinstance(value, str) else value}
 
 
 def user_turns(record: Any) -> list[str]:
@@ -85,9 +90,19 @@ def user_turns(record: Any) -> list[str]:
     turns = record.get("turns") if isinstance(record, dict) else None
     if not turns and isinstance(record, dict):
         turns = [record.get("text")]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
         raise ValueError(f"A prompt needs `turns` (a list of strings) or `text`, got {str(record)[:120]}.")
     return turns
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str) or not value.strip():
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+        return False
+    return True
 
 
 def check_thinking(thinking: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -130,7 +145,17 @@ def render_chat(
             raise ValueError("The target has no chat template, so only one turn can be answered: set `max_turns=1`.")
         return messages[0]["content"]
     options = template_options(thinking)
-    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)  # type: ignore[return-value]
+    return apply_template(tokenizer, messages, add_generation_prompt=True, tokenize=False, **options)
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+    """`apply_chat_template`, with what a template refuses as a `ValueError`."""
+    from jinja2 import TemplateError  # comes with what applies templates
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"The target's chat template refuses {str(messages)[:120]}: {error}.") from error
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -151,12 +176,20 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any, thinking: Thinking = "default") -> list[int]:
-    """Token ids of the first turn of a prompt, through the target's chat template."""
-    return text_ids(tokenizer, render_chat(tokenizer, chat(user_turns(record)[:1], []), thinking))
+    """Token ids of the first turn of a prompt, through the target's chat template.
+
+    Raises:
+        ValueError: if the record is no prompt, or the tokenizer has no token for it.
+    """
+    ids = text_ids(tokenizer, render_chat(tokenizer, chat(user_turns(record)[:1], []), thinking))
+    if not ids:
+        raise ValueError(f"The target's tokenizer makes no token of the prompt {str(record)[:120]}; leave it out.")
+    return ids
 
 
 __all__ = [
     "Thinking",
+    "apply_template",
     "chat",
     "check_thinking",
     "continuation_ids",

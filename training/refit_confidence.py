@@ -11,6 +11,7 @@ afterwards, on other prompts (`python -m training.calibrate`).
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.commands import exit_status
 from training.regenerate import from_command_line, write_atomically
 from training.rounds import Prompt, make_engine, record
 
@@ -35,9 +37,11 @@ from training.rounds import Prompt, make_engine, record
 class RefitArguments(CalibrateArguments):
     """Arguments of `python -m training.refit_confidence`; those of calibration, where they apply."""
 
-    output: str = field(
-        default="", metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."}
-    )
+    drafter: str = field(metadata={"help": "Local folder of the drafter; nothing in it is changed."})
+    output: str = field(metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."})
+    holdout: float = field(default=0.5, metadata={"help": "Share of the slots to measure on instead of to fit on."})
+    seed: int = field(default=0, metadata={"help": "Seed of the answers when sampling."})
+    dry_run: bool = field(default=False, metadata={"help": "Fit and measure, and write nothing."})
     weight_decay: float = field(default=1e-4, metadata={"help": "L2 penalty on the change of the head's weights."})
     overwrite: bool = field(default=False, metadata={"help": "Replace a drafter that is in `output` already."})
 
@@ -47,9 +51,10 @@ class RefitArguments(CalibrateArguments):
             raise ValueError("`output` must name a folder for the refitted drafter.")
         if Path(self.output).resolve() == Path(self.drafter).resolve():
             raise ValueError(f"`output` (`{self.output}`) is the drafter's own folder; choose another one.")
-        if (Path(self.output) / "model.safetensors").exists() and not self.overwrite:
+        theirs = [name for name in ("config.json", "model.safetensors") if (Path(self.output) / name).exists()]
+        if theirs and not self.overwrite:
             raise ValueError(
-                f"`output` (`{self.output}`) holds a drafter already; pass `--overwrite`, or another folder."
+                f"`output` (`{self.output}`) holds a drafter already, {theirs}; pass `--overwrite`, or another folder."
             )
         if Path(self.drafter).is_dir() and not (Path(self.drafter) / "model.safetensors").is_file():
             raise ValueError(
@@ -158,6 +163,7 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
         )
     if not arguments.dry_run:
         _save(arguments, fitted, report)
+        tqdm.write(f"written to {arguments.output}")
     return report
 
 
@@ -200,13 +206,18 @@ def _save(arguments: RefitArguments, fitted: nn.Linear, report: dict[str, float]
     # The config first: an old head without temperatures does no harm, a new one with old temperatures would.
     write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
     partial = output / ".model.safetensors.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    partial.replace(output / "model.safetensors")
+    try:
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.replace(output / "model.safetensors")
+    finally:
+        partial.unlink(missing_ok=True)
     write_atomically(output / "refit_confidence.json", json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    try:
-        refit(from_command_line(RefitArguments, "refit_confidence", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(
+        exit_status(
+            lambda: refit(from_command_line(RefitArguments, "refit_confidence", __doc__)),
+            when_interrupted="nothing is written; rounds are not kept, so the same command begins anew.",
+        )
+    )

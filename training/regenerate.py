@@ -15,8 +15,8 @@ same arguments; answers already there are never made again. With an `--output` t
 also receives the answers as a `datasets` dataset and a dataset card.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,16 @@ from transformers.utils import logging
 
 from training.answering import answers_of_target
 from training.cards import settings_of, write_dataset, write_provenance
+from training.commands import HelpFormatter, exit_status
 from training.files import JsonlAppender, read_jsonl, write_atomically
-from training.plan import Answer, Answers, Request, key_of, plan_batches, plan_requests
+from training.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
 from training.prompts import check_thinking, prompt_ids, read_prompts
 from training.regenerate_arguments import RegenerateArguments
 from training.served_answers import ServedAnswers
-from training.targets import load_tokenizer
+from training.targets import check_device, load_tokenizer
 
 
 logger = logging.get_logger("training.regenerate")
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults of the arguments, and the description as it is written."""
 
 
 def from_command_line(arguments: type, command: str, doc: str) -> Any:
@@ -48,7 +45,7 @@ def from_command_line(arguments: type, command: str, doc: str) -> Any:
         arguments,  # type: ignore[arg-type]  # a dataclass
         prog=f"python -m training.{command}",
         description=doc,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
     )
     return parser.parse_args_into_dataclasses()[0]
 
@@ -56,6 +53,15 @@ def from_command_line(arguments: type, command: str, doc: str) -> Any:
 def _answers_path(output: str) -> Path:
     path = Path(output)
     return path if path.suffix == ".jsonl" else path / "answers.jsonl"
+
+
+def _check_folder(output: str, answers: Path) -> None:
+    """Refuse a folder of something else, whose files the card and the dataset would replace."""
+    theirs = [name for name in ("README.md", "dataset") if (answers.parent / name).exists()]
+    if not output.endswith(".jsonl") and theirs and not answers.exists():
+        raise ValueError(
+            f"`output` (`{output}`) has {theirs} and no answers.jsonl: it is not a folder of answers; choose another."
+        )
 
 
 def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[Request], answers: Answers) -> int:
@@ -77,17 +83,20 @@ def _write(file: JsonlAppender, made: Iterable[dict[str, Any]], requests: list[R
 
 def regenerate(arguments: RegenerateArguments) -> Path:
     """Run the command; returns the path of the answers file."""
+    if arguments.server is None:
+        check_device(arguments.device)
     tokenizer = load_tokenizer(arguments.target)
     check_thinking(arguments.thinking, tokenizer)
     prompts = read_prompts(arguments.prompts, split=arguments.prompts_split, column=arguments.prompts_column)
     requests, too_long = plan_requests(arguments, tokenizer, prompts)
     path = _answers_path(arguments.output)
+    _check_folder(arguments.output, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = settings_of(arguments, tokenizer)
     counts: dict[str, Any] = {"prompts": arguments.prompts, "skipped_long_prompts": too_long}
-    write_provenance(path, settings, counts)
-    with JsonlAppender(path) as file:  # opened first: half a line at the end is no answer
-        answers = {key_of(record): Answer.of(record) for record in read_jsonl(path)}
+    with JsonlAppender(path) as file:  # opened first: what another run writes is not read
+        answers = answers_in(path)
+        write_provenance(path, settings, counts, prompts)
         made: Iterable[dict[str, Any]]
         if arguments.server is None:
             made = answers_of_target(arguments, tokenizer, requests, answers)
@@ -99,7 +108,7 @@ def regenerate(arguments: RegenerateArguments) -> Path:
         if made.num_failures:
             logger.warning(f"{made.num_failures} requests failed; the same command tries them again.")
     logger.warning(f"{path}: {json.dumps(counts)}")
-    write_provenance(path, settings, counts)
+    write_provenance(path, settings, counts, prompts)
     if not arguments.output.endswith(".jsonl"):
         write_dataset(path, prompts, settings, counts)
     return path
@@ -118,7 +127,9 @@ __all__ = [
 
 
 if __name__ == "__main__":
-    try:
-        regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(
+        exit_status(
+            lambda: regenerate(from_command_line(RegenerateArguments, "regenerate", __doc__)),
+            when_interrupted="finished answers are kept, and the same command goes on after them.",
+        )
+    )

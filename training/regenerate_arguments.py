@@ -106,6 +106,7 @@ class RegenerateArguments:
         url = self.server is None or self.server.startswith(("http://", "https://"))
         checks = {
             "temperatures": (dealt, "must be a non-empty list of numbers >= 0"),
+            "seed": (0 <= self.seed < 2**32, "must lie in [0, 2**32)"),
             "top_p": (valid_sampling("top_p", self.top_p), "must lie in (0, 1]"),
             "timeout": (0 < self.timeout < math.inf, "must be a number of seconds above 0"),
             "dtype": (self.dtype in ("bfloat16", "float16", "float32"), "must be bfloat16, float16 or float32"),

@@ -34,13 +34,16 @@ def kept_at_every_anchor(
     blocks_at_once: int = 64,
 ) -> torch.Tensor:
     """Drafts that greedy decoding keeps `[N]`, at each token of the answer but the last."""
+    num_anchors = max(len(conversation.input_ids) - conversation.response_start - 1, 0)
+    anchors = conversation.response_start + torch.arange(num_anchors, device=target.device)
+    if not num_anchors:  # an answer of one token, which the prefill gave
+        return anchors
     ids = torch.tensor(conversation.input_ids, device=target.device)[None]
     response = conversation.response_mask[None].to(target.device)
     layer_ids: list[int] = drafter.config.target_layer_ids  # type: ignore[assignment]  # filled in by the config
     needed = torch.zeros_like(response)
     target_features = compute_features(target, binding, ids, target_layer_ids=layer_ids, needed=needed)
     kept = []
-    anchors = torch.arange(conversation.response_start, len(conversation.input_ids) - 1, device=target.device)
     for part in anchors.split(blocks_at_once):
         blocks = make_blocks(
             ids, response, anchors=part[None], keep=torch.ones_like(part[None], dtype=torch.bool),
@@ -53,7 +56,7 @@ def kept_at_every_anchor(
         agrees = torch.zeros_like(blocks.supervised)
         agrees[blocks.supervised] = drafter.to_target_ids(argmax(logits)) == blocks.labels[blocks.supervised]
         kept.append(agrees[0].int().cumprod(dim=-1).sum(dim=-1))
-    return torch.cat(kept) if kept else anchors
+    return torch.cat(kept)
 
 
 def replay(

@@ -7,7 +7,8 @@ end-of-turn token back, which servers do not return; one that was cut at `max_ne
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -155,18 +156,24 @@ def bounded(
     function: Callable[[Request], Completion], queue: deque[Request], concurrency: int
 ) -> Iterator[tuple[Request, Future[Completion]]]:
     """Yield requests as they are done, at most `concurrency` under way; the consumer may add to the queue meanwhile."""
-    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="request")
-    running: dict[Future[Completion], Request] = {}
-    try:
-        while queue or running:
-            while queue and len(running) < concurrency:
-                request = queue.popleft()
-                running[pool.submit(function, request)] = request
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield running.pop(future), future
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    finished: SimpleQueue[tuple[Request, Future[Completion]]] = SimpleQueue()
+
+    def run(request: Request) -> None:
+        future: Future[Completion] = Future()
+        try:
+            future.set_result(function(request))
+        except Exception as error:
+            future.set_exception(error)
+        finished.put((request, future))
+
+    num_running = 0
+    while queue or num_running:
+        while queue and num_running < concurrency:
+            # Not of a pool, whose threads the interpreter waits for at its end: a silent server would hold up a Ctrl-C.
+            threading.Thread(target=run, args=(queue.popleft(),), daemon=True).start()
+            num_running += 1
+        yield finished.get()
+        num_running -= 1
 
 
 __all__ = ["ServedAnswers", "bounded", "end_of_turn_id", "request_seed"]

@@ -19,6 +19,7 @@ from typing import Any
 
 _REPEATED = {408, 425, 429}  # and every 5xx
 _LONGEST_BACK_OFF = 60.0
+_LONGEST_WAIT = 3600.0  # whatever a server asks for
 
 
 class RequestFailedError(Exception):
@@ -113,13 +114,13 @@ def retry_after(value: str | None) -> float:
     if value is None:
         return 0.0
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (OverflowError, ValueError):
+            return 0.0
+    return min(max(0.0, seconds), _LONGEST_WAIT)
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:
@@ -145,6 +146,8 @@ def _completion(content: Any) -> Completion:
         )
     if reason not in ("stop", "length") or not isinstance(text, str):
         raise RequestFailedError(f"The answer ended with {reason!r}, not with `stop` or `length`.")
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise RequestFailedError(f"The answer {text[:80]!r} is no text: it holds half of a surrogate pair.")
     return Completion(text, reason, prompt_tokens)
 
 

@@ -50,8 +50,12 @@ class ShardFolder:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text())["shards"]
-        except (ValueError, KeyError, TypeError) as error:
+            entries = json.loads(path.read_text())["shards"]
+            return {
+                name: entry | {"bytes": int(entry["bytes"]), "sha256": entry["sha256"]}
+                for name, entry in entries.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`{path}` is damaged ({error}); delete it and start again: the shards are entered into a new one."
             ) from error
@@ -150,7 +154,8 @@ class ShardFolder:
             return
         prefix = _partial_prefix()
         for path in self.folder.glob(f"{prefix}*"):
-            if not _is_alive(int(path.name.removeprefix(prefix))):
+            process = path.name.removeprefix(prefix)
+            if process.isdecimal() and not _is_alive(int(process)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def num_bytes(self, *, without: Iterable[str] = ()) -> int:

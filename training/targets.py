@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -29,6 +30,8 @@ __all__ = [
     "EMBEDDED_TARGET",
     "cache_directory",
     "chat_template_hash",
+    "check_device",
+    "is_missing_folder",
     "load_target",
     "load_tokenizer",
     "resolve_target",
@@ -46,9 +49,21 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
+def is_missing_folder(name_or_path: str) -> bool:
+    """Whether this cannot be a Hub id, which is `name` or `owner/name`, and is no folder either."""
+    is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
+    return is_path and not Path(name_or_path).is_dir()
+
+
 def resolve_target(name_or_path: str) -> str:
-    """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged."""
+    """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged.
+
+    Raises:
+        ValueError: for a folder that is not there.
+    """
     if name_or_path != EMBEDDED_TARGET:
+        if is_missing_folder(name_or_path):
+            raise ValueError(f"`target`: there is no folder `{name_or_path}`.")
         return name_or_path
     folder = cache_directory() / "targets" / f"{EMBEDDED_TARGET}-{_GGUF_SHA256}"
     if not (folder / "config.json").is_file():
@@ -64,15 +79,42 @@ def load_target(name_or_path: str, dtype: torch.dtype | str = torch.float32) -> 
         dtype (`torch.dtype` or `str`, *optional*, defaults to `torch.float32`): The dtype of the weights.
 
     Raises:
-        ValueError: if the embedded target's packages are missing or the file is not the expected one.
+        ValueError: if there is no such model, or the embedded target's packages are missing or not the expected ones.
     """
-    model = AutoModelForCausalLM.from_pretrained(resolve_target(name_or_path), dtype=dtype)
+    source = resolve_target(name_or_path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _not_loaded(name_or_path, error) from error
     return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer; see `load_target` for the names."""
-    return AutoTokenizer.from_pretrained(resolve_target(name_or_path))
+    source = resolve_target(name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name_or_path, error) from error
+
+
+def _not_loaded(name_or_path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"`target`: `{name_or_path}` cannot be loaded ({str(error).strip().splitlines()[0]}). Pass the folder of a whole "
+        "model with its tokenizer, or the id of one that the Hub, or its cache, has."
+    )
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there, before anything takes time.
+
+    Raises:
+        ValueError: with what PyTorch says about it.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # what PyTorch raises depends on the device
+        raise ValueError(f"`device={device}` cannot be used: {str(error).splitlines()[0]}.") from error
 
 
 def _find_gguf() -> Path:

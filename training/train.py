@@ -11,6 +11,7 @@ training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.fr
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from modeling_dspark.target_dspark import check_target
 from training.adapters import add_lora, merge_lora, save_adapter
 from training.arguments import DSparkTrainingArguments
 from training.attention import CHUNKED_ATTENTION
 from training.batches import ConversationDataset
-from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations
+from training.commands import exit_status
+from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
 from training.dry_run import DryRun, dry_run, given_config, meta_target
 from training.eagle import EagleDrafter
 from training.feature_cache import FeatureCache
 from training.features import fingerprint
+from training.files import only_writer
 from training.initialization import (
     config_for_target,
     default_layer_ids,
@@ -38,7 +40,8 @@ from training.initialization import (
     warm_start,
 )
 from training.packing import check_packing
-from training.targets import load_target, load_tokenizer
+from training.resuming import check_resumed, checkpoint_to_resume
+from training.targets import is_missing_folder, load_target, load_tokenizer
 from training.train_options import DataArguments, DrafterArguments, parse_arguments
 from training.trainer import DSparkTrainer
 
@@ -46,32 +49,6 @@ from training.trainer import DSparkTrainer
 logger = logging.get_logger("training.train")
 
 ARCHITECTURES: dict[str, Any] = {"dspark": DSparkModel, "eagle": EagleDrafter}
-
-
-def check_resumed(folder: Path, drafter: DSparkModel) -> None:
-    """Refuse to resume a checkpoint of a drafter with another configuration.
-
-    Raises:
-        ValueError: names the fields that differ, with both values.
-    """
-    # A checkpoint that was written before there was a field has its default.
-    saved = DSparkConfig().to_dict() | json.loads((folder / "config.json").read_text())
-    current = drafter.config.to_dict()
-    fields_ = (
-        "block_size",
-        "target_layer_ids",
-        "mask_token_id",
-        "markov_rank",
-        "markov_head_type",
-        "draft_vocab_size",
-        *BACKBONE_TRAITS,
-    )
-    different = {name: (saved.get(name), current[name]) for name in fields_ if saved.get(name) != current[name]}
-    if different:
-        raise ValueError(
-            f"`{folder}` holds a drafter with other settings than asked for now (then, now): {different}. Resume with the "
-            "same arguments, or choose another `output_dir`."
-        )
 
 
 def split_conversations(conversations: list[Conversation], num_eval: int) -> tuple[list[int], list[int]]:
@@ -85,18 +62,33 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
+def check_given(arguments: DrafterArguments, data: DataArguments | None) -> None:
+    """Refuse, before anything is read, a new drafter without a `mask_token_id`, and `data` without answers.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    if data is not None and not data.answers:
+        raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
+    if arguments.drafter is not None and is_missing_folder(arguments.drafter):
+        raise ValueError(f"`drafter`: there is no folder `{arguments.drafter}`.")
+    if arguments.drafter is None and arguments.mask_token_id is None:
+        raise ValueError(
+            "`mask_token_id` is required for a new drafter: a token id that the target never produces, like a reserved token "
+            "of its tokenizer, or an id behind the tokenizer's last that the target's `vocab_size` has room for."
+        )
+
+
 def fresh_config(
     arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> DSparkConfig:
     """Configuration of a new drafter.
 
     Raises:
-        ValueError: without a `mask_token_id`, or if the arguments make no drafter for this target.
+        ValueError: if the arguments make no drafter for this target.
     """
     text = target.config.get_text_config()
     ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
-    if arguments.mask_token_id is None:
-        raise ValueError("`mask_token_id` is required for a new drafter: a token id that the target never produces.")
     return config_for_target(
         target,
         tokenizer,
@@ -122,12 +114,26 @@ def build_drafter(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
 ) -> DSparkModel:
-    """A drafter to start from: a given one, or a fresh one with its draft vocabulary and warm start."""
+    """A drafter to start from: a given one, uncalibrated, or a fresh one with its draft vocabulary and warm start."""
     architecture = ARCHITECTURES[arguments.architecture]
     if arguments.drafter is not None:
         logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        return architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        drafter = architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
+        made_for = drafter.config.target_name_or_path
+        if made_for not in (None, arguments.target):
+            logger.warning(f"It was made for `{made_for}`; `target` is `{arguments.target}`.")
+        if drafter.config.confidence_temperatures is not None:
+            logger.warning(
+                "Its `confidence_temperatures` belong to its confidence head as it was: calibrate the new one."
+            )
+            drafter.config.confidence_temperatures = None
+        return drafter
     config = fresh_config(arguments, target, tokenizer)
+    if found := num_answers_with(config.mask_token_id, conversations):
+        logger.warning(
+            f"`mask_token_id`: {found} of {len(conversations)} conversations have token {config.mask_token_id} in an answer. "
+            "Choose one that the target never produces."
+        )
     drafter = architecture(config)
     if arguments.draft_vocab_size is not None:
         text = target.config.get_text_config()
@@ -150,18 +156,33 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
     else:
         config = given_config(arguments.drafter)
     check_target(target, config)
-    return dry_run(target, config, training, max_length=data.max_length)
+    lora_rank = arguments.lora_rank if arguments.peft else None
+    return dry_run(target, config, training, max_length=data.max_length, lora_rank=lora_rank)
 
 
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
-    drafter_arguments, data, training = parse_arguments(
-        sys.argv[1:] if argv is None else argv, __doc__.split("\n\n")[0]
-    )
+    drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    check_given(drafter_arguments, None if training.dry_run else data)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
         return found
+    folder = Path(training.output_dir)
+    checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The other processes of a run work for the first one, which writes.
+    with only_writer(folder) if training.process_index == 0 else nullcontext():
+        return train(drafter_arguments, data, training, checkpoint)
+
+
+def train(
+    drafter_arguments: DrafterArguments,
+    data: DataArguments,
+    training: DSparkTrainingArguments,
+    checkpoint: Path | None,
+) -> DSparkModel:
+    """Train, from a checkpoint on if there is one, and save; returns the trained drafter."""
     set_seed(training.seed)
     tokenizer = load_tokenizer(drafter_arguments.target)
     conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
@@ -175,11 +196,13 @@ def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     if drafter_arguments.peft:
         adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
+    if checkpoint is not None:
+        check_resumed(checkpoint, drafter)
     if training.packing and data.feature_cache is None:
         check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
     cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
     trainer = make_trainer(data, training, target, drafter, conversations, cache)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training, drafter))
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.check_loss()
     save(trainer, adapters, Path(training.output_dir))
     return drafter
@@ -219,6 +242,11 @@ def make_trainer(
     """The trainer, with the conversations split for training and evaluation."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
+    if eval_indices and training.eval_strategy == "no":
+        logger.warning(
+            f"{len(eval_indices)} conversations are held out and not measured: pass `--eval_strategy epoch` (or `steps`), "
+            "or `--num_eval_conversations 0` to train on them too."
+        )
     return DSparkTrainer(
         model=drafter,
         args=training,
@@ -228,40 +256,13 @@ def make_trainer(
     )
 
 
-def checkpoint_to_resume(training: DSparkTrainingArguments, drafter: DSparkModel) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` asks for.
-
-    Raises:
-        ValueError: if there is none, or it is of a drafter of another configuration.
-    """
-    resume: Any = training.resume_from_checkpoint
-    if str(resume).lower() == "true":
-        resume = last_whole_checkpoint(Path(training.output_dir))
-        if resume is None:
-            raise ValueError(f"`resume_from_checkpoint`: there is no checkpoint in `{training.output_dir}`.")
-    if resume:
-        check_resumed(Path(resume), drafter)
-    return resume
-
-
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end. The state of training is what `Trainer` writes last."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for checkpoint in found:
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            return str(checkpoint)
-        except (OSError, ValueError):
-            logger.warning(f"`{checkpoint}` was cut short and is passed over.")
-    return None
-
-
 def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     """Write the drafter for use, its adapters if it has any, and the log; by one process."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
+    found = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
     if not trainer.is_world_process_zero():
         return
-    trained: Any = trainer.accelerator.unwrap_model(trainer.model)
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}  # `torch_compile` adds it
+    trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if adapters is not None:
         save_adapter(trained, adapters, folder / "adapter")
         merge_lora(trained)
@@ -269,10 +270,13 @@ def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
     trained.save_pretrained(folder / "drafter", state_dict=state)
     log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
     (folder / "log.jsonl").write_text(log)
+    logger.warning(f"The drafter is in `{folder / 'drafter'}`.")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    sys.exit(
+        exit_status(
+            main,
+            when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+        )
+    )

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from training.arguments import DSparkTrainingArguments
+from training.commands import HelpFormatter
 from training.targets import EMBEDDED_TARGET
 
 
@@ -44,7 +46,9 @@ class DrafterArguments:
     )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
     num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})
-    mask_token_id: int | None = field(default=None, metadata={"help": "A token the target never produces."})
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "A token the target never produces; a new drafter needs one."}
+    )
     markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 = none."})
     markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
     confidence_head: bool = field(default=True, metadata={"help": "Whether to train a confidence head."})
@@ -71,6 +75,8 @@ class DrafterArguments:
     lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
 
     def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.target_dtype, None), torch.dtype):
+            raise ValueError(f"`target_dtype` must be a dtype of PyTorch, like bfloat16, got {self.target_dtype!r}.")
         if self.architecture not in _ARCHITECTURES:
             raise ValueError(f"`architecture` must be one of {_ARCHITECTURES}, got {self.architecture!r}.")
         if self.peft not in (None, "lora"):
@@ -111,6 +117,8 @@ class DataArguments:
             )
         if self.max_conversations is not None and self.max_conversations < 1:
             raise ValueError(f"`max_conversations` must be at least 1, got {self.max_conversations}.")
+        if not self.feature_cache_gb >= 0:  # or not a number
+            raise ValueError(f"`feature_cache_gb` must be at least 0, got {self.feature_cache_gb}.")
 
 
 def parse_arguments(
@@ -122,7 +130,13 @@ def parse_arguments(
         ValueError: for an unknown key in the YAML file, naming it.
     """
     groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
-    parser = HfArgumentParser(groups, description=description)
+    parser = HfArgumentParser(
+        groups,
+        prog="python -m training.train",
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,  # `--conf` would be taken for `--config` here, and not be read below
+    )
     argv = list(argv)
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -141,10 +155,13 @@ def parse_arguments(
 def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
-    content = yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"`--config`: `{path}` is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path}` must hold `key: value` lines, got {content!r}.")
-    unknown = sorted(set(content) - known)
+    unknown = sorted(str(name) for name in content if name not in known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")
     if content.get("target_shape") is not None:

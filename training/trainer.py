@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer
 
@@ -208,7 +209,14 @@ class DSparkTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """No checkpoint of a drafter whose loss was no number, however seldom the loss is logged."""
         self.check_loss()
-        super()._save_checkpoint(*args, **kwargs)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own for a full disk
+            raise ValueError(
+                f"The checkpoint of step {self.state.global_step} in `{self.args.output_dir}` could not be written "
+                f"({str(error).splitlines()[0]}). With space on the disk, `--resume_from_checkpoint true` goes on from the "
+                "last whole one."
+            ) from error
 
     def prediction_step(
         self,

@@ -43,6 +43,10 @@ def test_flags_are_those_of_the_recipe_but_for_what_the_name_says(name, tmp_path
 def test_a_training_that_was_stopped_goes_on(tmp_path):
     folder = tmp_path / "dspark"
     (folder / "checkpoint-100").mkdir(parents=True)
+    # Cut short by a kill: there is nothing to go on from.
+    assert "--resume_from_checkpoint" not in study.training_flags(options(tmp_path), {}, folder)
+    for name in ("trainer_state.json", "config.json"):
+        (folder / "checkpoint-100" / name).write_text("{}")
     flags = study.training_flags(options(tmp_path), {}, folder)
     assert flags[flags.index("--resume_from_checkpoint") + 1] == "true"
 
@@ -66,7 +70,8 @@ def tiny_study(tmp_path, tiny_tokenizer, monkeypatch):
     groups = {"main": kinds, "block": {"dspark-block-2": {"block_size": 2}, "dflash-block-2": {"block_size": 2}}}
     monkeypatch.setattr(study, "GROUPS", groups)
     (tmp_path / "a.jsonl").write_text('{"prompt": 0, "answer_ids": [4]}\n')
-    (tmp_path / "p.jsonl").write_text('{"turns": ["abc"]}\n')
+    lines = [{"turns": [text]} for text in ("abc", "def", "gh", "ij", "klm", "no")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(tmp_path)
     return trained
 
@@ -87,7 +92,11 @@ def test_a_study_is_written_resumed_and_drawn(tiny_study, tmp_path, capsys):
             assert case["tau"][source] == round(sum(plain[source]) / sum(rounds), 4)
     assert (report["conversations"], report["answers"]) == (1, {"one": 2, "two": 2})
     assert study_report.study_tables(report) in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["study_block.png", "study_positions.png"]
+    plots = ["block", "positions", "reliability", "thresholds"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [f"study_{name}.png" for name in plots]
+    assert report["confidence"]["calibration_prompts"] == 5
+    unseen = (tmp_path / "work" / "calibration_prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["turns"] for line in unseen] == [["def"], ["gh"], ["ij"], ["klm"], ["no"]]
     assert len(tiny_study) == 4
     study.run(options(tmp_path, *more))
     assert len(tiny_study) == 4  # nothing is trained again
@@ -103,9 +112,37 @@ def test_other_evaluation_prompts_are_refused(tiny_study, tmp_path):
         study.run(options(tmp_path, "--target", str(tmp_path / "target"), "--groups", "main", "--limit", "1"))
 
 
+def test_other_settings_are_refused(tiny_study, tmp_path):
+    more = ["--target", str(tmp_path / "target"), "--groups", "main"]
+    study.run(options(tmp_path, *more))
+    with pytest.raises(ValueError, match=r"'steps': \(1500, 7\).*choose another `--work`"):
+        study.run(options(tmp_path, *more, "--steps", "7"))
+    (tmp_path / "a.jsonl").write_text('{"prompt": 0, "answer_ids": [5]}\n')
+    with pytest.raises(ValueError, match="'answers'.*choose another `--work`"):
+        study.run(options(tmp_path, *more))
+    assert len(tiny_study) == 2
+
+
+@pytest.mark.parametrize("line", ['{"messages": []}', "[1]", '{"prompt": "x"}'])
+def test_files_that_hold_no_answers_are_named(tmp_path, line):
+    (tmp_path / "p.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match="a.jsonl` holds something else"):
+        study.num_answers(str(tmp_path / "p.jsonl"), [str(tmp_path / "a.jsonl")])
+
+
+def test_evaluation_prompts_without_a_source_are_named(tiny_study, tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="`source`"):
+        study.evaluation_sets(options(tmp_path))
+
+
 def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "check_work", lambda *_: None)
     monkeypatch.setattr(study, "evaluation_sets", lambda _: {"one": []})
-    monkeypatch.setattr(study, "num_answers", lambda *_: 1)
+    (tmp_path / "p").write_text('{"turns": ["a"]}\n{"turns": ["b"]}\n')
+    (tmp_path / "a").write_text('{"prompt": 0, "answer_ids": [4]}\n')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     arguments = ["--prompts", "p", "--answers", "a", "--groups", "main", "--work", str(tmp_path)]
     assert study.main(arguments) == 2
@@ -113,10 +150,10 @@ def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_answers_to_other_prompts_are_refused_before_anything_is_made(tiny_study, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"prompt": 1, "answer_ids": [4]}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": 6, "answer_ids": [4]}\n')
     arguments = ["--prompts", "p.jsonl", "--answers", "a.jsonl", "--work", str(tmp_path / "work")]
     assert study.main(arguments) == 2
-    assert "`p.jsonl` has 1" in capsys.readouterr().err
+    assert "`p.jsonl` has 6" in capsys.readouterr().err
     assert study.main([*arguments[:3], "missing.jsonl"]) == 2
     assert "missing.jsonl" in capsys.readouterr().err
     assert not tiny_study
@@ -180,6 +217,14 @@ class TestDomain:
             for folder in (tmp_path / "base", tmp_path / "w" / "tuned" / "drafter")
         )
         assert not torch.equal(before, after)
+
+    def test_another_domain_does_not_go_on_with_the_first_ones_training(self, tiny_study, tmp_path):
+        (tmp_path / "w").mkdir()
+        domain.domain_answers(self.options(tmp_path))
+        before = (tmp_path / "w" / "answers.jsonl").read_text()
+        with pytest.raises(ValueError, match=r"'domain': \('code', 'chat'\)"):
+            domain.domain_answers(self.options(tmp_path, "--domain", "chat"))
+        assert (tmp_path / "w" / "answers.jsonl").read_text() == before
 
     def test_a_domain_that_is_not_there_is_named(self, tiny_study, tmp_path):
         with pytest.raises(ValueError, match=r"'chat', 'code'"):

@@ -179,6 +179,7 @@ def test_commands_exist(page, monkeypatch):
         "python -m benchmarks.memory --batch-sizes none",
         "python -m hub_upload package only-one-argument",
         "python -m hub_upload convert without --a-format",
+        "python -m hub_upload card a --no-such-flag",
         "python -m training.no_such_module",
     ],
 )

@@ -217,6 +217,12 @@ def test_scales_that_make_no_sense(scale):
         DSparkConfig(attention_scale=scale)
 
 
+def test_rotary_parameters_of_several_kinds_of_layer():
+    parameters = {"full_attention": GEMMA4_DRAFTER["rope_parameters"], "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(ValueError, match=r"`rope_parameters`.*full_attention.*sliding_attention"):
+        DSparkConfig(rope_parameters=parameters)
+
+
 def test_the_configuration_names_all_traits():
     defaults = DSparkConfig()
     assert {name: getattr(defaults, name) for name in BACKBONE_TRAITS} == {

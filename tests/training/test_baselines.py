@@ -168,6 +168,13 @@ def test_replay_of_a_drafter_that_knows_the_text(monkeypatch):
     assert rounds.accepted_length == 5
 
 
+def test_answers_that_end_at_once_have_no_rounds():
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    for answer in ((), (2,)):
+        assert replay(drafter, target, [Conversation((5, 6, *answer), 2)]).rounds == 0
+
+
 def test_conditional_acceptance_by_hand(monkeypatch):
     """Rounds of two texts; the second ends behind the second draft of its only round."""
     target = tiny_target("llama")

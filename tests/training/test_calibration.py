@@ -442,7 +442,10 @@ class TestCommand:
         assert len(full["reliability"]["after"]) == 4
         assert sum(full["reliability"]["after"][3]["counts"]) == report.counts[3]
         assert (out / "reliability.png").read_bytes().startswith(b"\x89PNG")
-        assert len(capsys.readouterr().out.splitlines()) == 1 + 4 + 1
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1 + 4 + 1 + 2  # the table, and where the temperatures and the report are
+        assert str(workspace / "drafter" / "config.json") in lines[-2]
+        assert lines[-1] == f"written to {out}"
 
     def test_a_second_run_answers_nothing_again(self, workspace, monkeypatch):
         """The first run changed the drafter's temperatures, not what is recorded; a dry run changes nothing."""

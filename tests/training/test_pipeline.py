@@ -377,10 +377,54 @@ class TestTrain:
             main(train_flags(workspace, "other", resume_from_checkpoint="true"))
 
     def test_a_drafter_needs_a_mask_token(self, workspace):
-        flags = train_flags(workspace, "run")
-        index = flags.index("--mask_token_id")
-        with pytest.raises(ValueError, match="mask_token_id"):
-            main(flags[:index] + flags[index + 2 :])
+        """It is missed before anything is read, here a target and answers that are not there."""
+        missing = {"target": workspace / "none", "answers": workspace / "none.jsonl"}
+        with pytest.raises(ValueError, match="`mask_token_id` is required"):
+            main(train_flags(workspace, "run", mask_token_id=None, **missing))
+
+    def test_answers_and_their_prompts_are_needed(self, workspace):
+        with pytest.raises(ValueError, match="`answers` is required"):
+            main(train_flags(workspace, "run", answers=None, target=workspace / "none"))
+        (workspace / "old.jsonl").write_text('{"prompt": 0, "answer_ids": [5, 6, 7]}\n')
+        with pytest.raises(ValueError, match="do not hold `prompt_ids`.* as `prompts`"):
+            main(train_flags(workspace, "run", answers=workspace / "old.jsonl", prompts=None))
+
+    def test_a_mask_token_that_the_target_produces_is_said(self, workspace, caplog):
+        main(train_flags(workspace, "unused", max_steps=1))
+        assert "`mask_token_id`" not in caplog.text
+        answers = read_jsonl(workspace / "answers.jsonl")
+        produced = answers[0]["answer_ids"][0]
+        count = sum(produced in answer["answer_ids"] for answer in answers)
+        main(train_flags(workspace, "used", mask_token_id=produced, max_steps=1))
+        assert f"`mask_token_id`: {count} of {len(answers)} conversations have token {produced}" in caplog.text
+
+    def test_what_a_run_leaves_unused_and_where_it_leaves_the_drafter_is_said(self, workspace, caplog):
+        main(train_flags(workspace, "run", max_steps=1))
+        assert "held out and not measured" in caplog.text
+        assert f"The drafter is in `{workspace / 'run' / 'drafter'}`" in caplog.text
+        main(train_flags(workspace, "measured", max_steps=1, eval_strategy="steps", num_eval_conversations=2))
+        assert caplog.text.count("held out and not measured") == 1
+
+    def test_temperatures_of_the_old_confidence_head_are_not_kept(self, workspace):
+        """They were fitted to another head; the drafter's own folder keeps them."""
+        main(train_flags(workspace, "base", max_steps=1))
+        folder = workspace / "base" / "drafter"
+        config = json.loads((folder / "config.json").read_text()) | {"confidence_temperatures": [2.0, 2.0, 2.0]}
+        (folder / "config.json").write_text(json.dumps(config))
+        for name, changes in {"whole": {}, "adapted": {"peft": "lora", "lora_rank": 2}}.items():
+            main(train_flags(workspace, name, drafter=folder, max_steps=1, **changes))
+            trained = DSparkModel.from_pretrained(workspace / name / "drafter").config
+            assert trained.confidence_temperatures is None
+        assert DSparkModel.from_pretrained(folder).config.confidence_temperatures == [2.0, 2.0, 2.0]
+
+    def test_a_drafter_made_for_a_target_of_another_name_is_said(self, workspace, caplog):
+        main(train_flags(workspace, "base", max_steps=1))
+        shutil.copytree(workspace / "target", workspace / "copy")
+        given = {"drafter": workspace / "base" / "drafter", "max_steps": 1}
+        main(train_flags(workspace, "same", **given))
+        assert "It was made for" not in caplog.text
+        main(train_flags(workspace, "other", target=workspace / "copy", **given))
+        assert f"It was made for `{workspace / 'target'}`; `target` is `{workspace / 'copy'}`." in caplog.text
 
     def test_adapters_leave_the_backbone_and_are_merged(self, workspace):
         """Only adapters and heads are trained; what is saved is a plain drafter that drafts as the adapted one did."""
@@ -411,6 +455,21 @@ class TestTrain:
         resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true", **flags))
         for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
             assert torch.equal(one, other), name
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("head", ["vanilla", "rnn"])
+    def test_compiled_training_gives_the_same_drafter_and_resumes(self, workspace, head):
+        shared = {"markov_head_type": head, "gradient_checkpointing": str(head == "rnn").lower()}
+        plain = main(train_flags(workspace, "plain", **shared))
+        main(train_flags(workspace, "compiled", torch_compile="true", **shared))
+        compiled = DSparkModel.from_pretrained(workspace / "compiled" / "drafter").state_dict()
+        for name, weight in plain.state_dict().items():
+            assert_close(compiled[name], weight, atol=1e-4, rtol=1e-3, msg=name)
+        shutil.rmtree(workspace / "compiled" / "checkpoint-10")
+        again = {"torch_compile": "true", "resume_from_checkpoint": "true"}
+        main(train_flags(workspace, "compiled", **again, **shared))
+        for name, weight in DSparkModel.from_pretrained(workspace / "compiled" / "drafter").state_dict().items():
+            assert_close(weight, compiled[name], atol=1e-5, rtol=1e-4, msg=name)
 
     def test_adapters_need_a_drafter(self, workspace):
         with pytest.raises(ValueError, match="say which with `drafter`"):

@@ -71,6 +71,24 @@ def test_counts_are_those_of_a_real_drafter():
     assert found.cache_bytes == 1000 * 512 * (2 * 576 * 5 + 4)
 
 
+def test_adapters_leave_little_to_train():
+    """Trained are the adapters and the heads; the drafter is of the size that it is used with."""
+    pytest.importorskip("peft")
+    found = main(["--drafter", str(SHIPPED), "--peft", "lora", "--lora_rank", "4", "--dry_run"])
+    whole = main(["--drafter", str(SHIPPED), "--dry_run"])
+    drafter = DSparkModel(DSparkConfig(**json.loads((SHIPPED / "config.json").read_text())))
+    linear = [
+        module
+        for name, module in drafter.named_modules()
+        if isinstance(module, torch.nn.Linear) and "head" not in name
+    ]
+    adapters = sum(4 * (module.in_features + module.out_features) for module in linear)
+    heads = sum(parameter.numel() for name, parameter in drafter.named_parameters() if "head" in name)
+    assert found.trainable_parameters == adapters + heads < whole.trainable_parameters / 2
+    assert found.drafter_parameters == whole.drafter_parameters == whole.trainable_parameters
+    assert found.memory["drafter: gradients (fp32)"] == 4 * found.trainable_parameters
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # the name that all versions know
 def test_checkpointing_and_smaller_batches_take_less():
     recipe = ["--config", str(CONFIGS / "qwen3-8b.yaml"), "--dry_run"]
@@ -92,14 +110,21 @@ def test_a_drafter_for_a_target_with_two_kinds_of_rotation_takes_the_global_one(
 
 class TestWrongArguments:
     def test_a_target_that_cannot_be_reached(self, tmp_path):
+        dry = ["--mask_token_id", "3", "--dry_run"]
         with pytest.raises(ValueError, match="`target_shape`"):
-            main(["--target", "nobody/nothing", "--mask_token_id", "3", "--dry_run"])
+            main(["--target", "nobody/nothing", *dry])
         for content in ("[]", '{"hidden_size": 3}'):
             (tmp_path / "shape.json").write_text(content)
             with pytest.raises(ValueError, match="model_type"):
-                main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "shape.json"), "--dry_run"])
+                main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "shape.json"), *dry])
         with pytest.raises(ValueError, match="needs a JSON file"):
-            main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "none.json"), "--dry_run"])
+            main(["--target", "nobody/nothing", "--target_shape", str(tmp_path / "none.json"), *dry])
+
+    def test_a_folder_that_is_not_there(self):
+        with pytest.raises(ValueError, match="`target`: there is no folder `runs/no/target`"):
+            main(["--target", "runs/no/target", "--mask_token_id", "3", "--dry_run"])
+        with pytest.raises(ValueError, match=r"`drafter`: there is no folder `\./drafter`"):
+            main(["--drafter", "./drafter", "--answers", "a.jsonl"])
 
     def test_a_dtype_that_there_is_not(self):
         with pytest.raises(ValueError, match="`target_dtype`.*'float3'"):

@@ -121,6 +121,14 @@ def test_only_the_confidence_head_changes(workspace):
         arguments(workspace)
 
 
+def test_the_folder_of_another_model_is_not_written_to(workspace):
+    """Of a large one, whose weights are in several files."""
+    (workspace / "refitted").mkdir()
+    (workspace / "refitted" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="config.json.*--overwrite"):
+        arguments(workspace)
+
+
 def test_too_few_rounds_are_named_and_nothing_is_written(workspace):
     with pytest.raises(ValueError, match="raise `max_new_tokens`"):
         refit(arguments(workspace, max_new_tokens=1))
@@ -146,9 +154,11 @@ def test_an_old_config_never_meets_a_new_head(workspace, monkeypatch):
         refit(arguments(workspace, weight_decay=1.0, overwrite=True))
     assert (workspace / "refitted" / "model.safetensors").read_bytes() == before
     assert DSparkModel.from_pretrained(workspace / "refitted").config.confidence_temperatures is None
+    assert not list((workspace / "refitted").glob(".*.partial"))
 
 
-def interrupted(*_, **__):
+def interrupted(_, path, **__):
+    path.write_bytes(b"half")
     raise KeyboardInterrupt
 
 

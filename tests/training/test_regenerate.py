@@ -121,6 +121,37 @@ class TestPrompts:
         with pytest.raises(ValueError, match="prompts_split"):
             read_prompts(str(workspace / "several"))
 
+    def test_line_breaks_of_other_systems(self, workspace):
+        text = "\ufeff" + "".join(json.dumps(prompt) + "\r\n" for prompt in PROMPTS) + "\r\n  \n"
+        (workspace / "prompts.jsonl").write_bytes(text.encode())
+        assert read_prompts(str(workspace / "prompts.jsonl")) == PROMPTS
+
+    @pytest.mark.parametrize("content", ["", "\n", "<html>", "PAR1", '{"text": "a"}\n{"text": \n'])
+    def test_files_of_no_prompts(self, workspace, content):
+        """A broken last line is an error too, unless it looks like a record that was being written."""
+        (workspace / "prompts.jsonl").write_text(content)
+        with pytest.raises(ValueError, match="prompts.jsonl"):
+            read_prompts(str(workspace / "prompts.jsonl"))
+
+    def test_half_a_record_at_the_end_is_said(self, workspace, caplog):
+        (workspace / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b')
+        assert read_prompts(str(workspace / "prompts.jsonl")) == [{"text": "a"}]
+        assert "line 2, which is left out" in caplog.text
+
+    @pytest.mark.parametrize("prompt", [{"text": "\ud800"}, {"text": "\x00"}, [1]])
+    def test_prompts_without_tokens(self, workspace, prompt):
+        write_prompts(workspace, [prompt])
+        tokenizer = tokenizer_of(workspace)
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match=r"[Pp]rompt"):
+            plan_requests(arguments(workspace), tokenizer)
+
+    def test_what_the_template_refuses(self, workspace):
+        tokenizer = tokenizer_of(workspace)
+        tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+        with pytest.raises(ValueError, match="chat template refuses.*abc.*no such role"):
+            plan_requests(arguments(workspace), tokenizer)
+
     def test_thinking_is_passed_to_the_template(self, workspace):
         tokenizer = tokenizer_of(workspace)
         rendered = [tokenizer.decode(prompt_ids(tokenizer, {"text": "q"}, mode)) for mode in ("default", "on", "off")]
@@ -325,6 +356,20 @@ class TestServer:
             self.run(workspace, double, max_failures=2)
         assert len(double.bodies) <= 5
 
+    def test_half_a_surrogate_pair_is_a_failed_request(self, workspace):
+        with ChatDouble(answer=lambda body: "a\ud800") as double, pytest.raises(ValueError, match="surrogate"):
+            self.run(workspace, double, max_failures=0)
+
+    def test_a_silent_server_does_not_hold_up_the_end(self, workspace):
+        """What the interpreter waits for at its end are threads that are no daemons."""
+        fates = [{"stall": True}, {"status": 400, "content": "no"}]
+        before = set(threading.enumerate())
+        with ChatDouble(lambda number, body: fates[min(number, 1)]) as double:
+            with pytest.raises(ValueError, match="max_failures"):
+                self.run(workspace, double, max_failures=0, timeout=60.0)
+            left = set(threading.enumerate()) - before
+            assert all(thread.daemon for thread in left)
+
     def test_another_template_on_the_server_is_found(self, workspace):
         usage = {"fields": {"usage": {"prompt_tokens": 40}}}
         with ChatDouble(lambda number, body: usage) as double:
@@ -388,6 +433,57 @@ class TestKill:
             file.write({"a": 2})
         assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
 
+    def test_a_last_line_without_a_line_break_is_kept(self, workspace):
+        path = regenerate(arguments(workspace))
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        regenerate(arguments(workspace))
+        assert path.read_bytes() == whole
+        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:2])[:-1])
+        regenerate(arguments(workspace))
+        assert path.read_bytes() == whole
+
+    def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest(self, tmp_path):
+        with JsonlAppender(tmp_path / "a.jsonl") as file:
+            file.write({"a": 1})
+            real = file._file
+            file._file = type("Slow", (), {"write": lambda _, data: real.write(data[:3])})()
+            file.write({"b": "long enough"})
+            file._file = real
+        assert read_jsonl(tmp_path / "a.jsonl") == [{"a": 1}, {"b": "long enough"}]
+
+    @pytest.mark.parametrize(
+        "content", ['{"turns": ["abc"]}\n{"turns": ["de"]}', "notes", "[1]\n", '{"answer_ids": [1]}']
+    )
+    def test_a_file_that_holds_no_answers_is_left_as_it_is(self, workspace, content):
+        (workspace / "own.jsonl").write_text(content)
+        with pytest.raises(ValueError, match="own.jsonl"):
+            regenerate(arguments(workspace, output=str(workspace / "own.jsonl")))
+        assert (workspace / "own.jsonl").read_text() == content
+        assert not (workspace / "own.meta.json").exists()
+
+    def test_a_folder_of_something_else_is_left_as_it_is(self, workspace):
+        (workspace / "README.md").write_text("mine")
+        with pytest.raises(ValueError, match=r"README.md.*choose another"):
+            regenerate(arguments(workspace, output=str(workspace)))
+        assert (workspace / "README.md").read_text() == "mine"
+
+    def test_other_prompts_are_refused_and_more_are_not(self, workspace):
+        regenerate(arguments(workspace, limit=1, max_turns=1))
+        write_prompts(workspace, [*PROMPTS, {"text": "new"}])
+        regenerate(arguments(workspace, limit=2, max_turns=1))
+        for others in ([{"text": "other"}, *PROMPTS], PROMPTS[:2]):
+            write_prompts(workspace, others)
+            with pytest.raises(ValueError, match="answers other prompts: the first 5 of"):
+                regenerate(arguments(workspace, limit=2, max_turns=1))
+
+    @pytest.mark.parametrize("content", ["{", "[]"])
+    def test_settings_that_cannot_be_read_are_named(self, workspace, content):
+        regenerate(arguments(workspace, limit=1, max_turns=1))
+        (workspace / "answers.meta.json").write_text(content)
+        with pytest.raises(ValueError, match="answers.meta.json"):
+            regenerate(arguments(workspace, limit=1, max_turns=1))
+
     def test_two_runs_do_not_write_to_one_file(self, workspace):
         with JsonlAppender(workspace / "answers.jsonl"), pytest.raises(ValueError, match="Another process"):
             regenerate(arguments(workspace))
@@ -432,6 +528,11 @@ class TestCard:
 
         assert len(load_from_disk(str(workspace / "out" / "dataset"))) == 6
         assert load_dataset(str(workspace / "out"), split="train").num_rows == 6
+
+    def test_a_licence_may_be_a_list(self, workspace):
+        write_prompts(workspace, [{"text": "abc", "license": ["MIT", "Apache-2.0"], "source": 3}])
+        regenerate(arguments(workspace, output=str(workspace / "out")))
+        assert "MIT" in (workspace / "out" / "README.md").read_text()
 
     def test_one_licence_is_the_cards(self, workspace):
         regenerate(arguments(workspace, output=str(workspace / "out"), limit=2))

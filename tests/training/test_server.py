@@ -69,6 +69,8 @@ def test_retry_after_is_honoured():
     assert waits == [17.0]
     assert retry_after(email.utils.formatdate(time.time() + 30, usegmt=True)) == pytest.approx(30, abs=2)
     assert [retry_after(value) for value in (None, "soon", "-3", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0, 0, 0, 0]
+    # Longer than any run, or than a lock can wait for.
+    assert [retry_after(value) for value in ("inf", "1e300", "Fri, 31 Dec 9999 23:59:59 GMT")] == [3600] * 3
 
 
 def test_back_off_doubles_up_to_a_bound():

@@ -1,0 +1,123 @@
+"""Where the numbers of a card come from: files of measurements and settings, quoted by a path into them.
+
+A card is rendered twice, the second time from blank sources. What is a number in that second text did not come out of
+a source, and is refused (`check_quoted`). So the rule "a number that is in no report is in no card" does not rest on care.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+BLANK = "_"  # no number, and true: a template takes the same branches
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"[^\W\d]\w*")  # a word that begins with a letter: `gsm8k`, `Q4_1`
+_FORM = re.compile(r",?(\.\d)?[dfg%]?")  # digits to show, and none to add
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a part of one, that a card may quote.
+
+    Attributes:
+        name (`str`): What messages call it.
+        data (`Any`): Its content, as JSON or YAML has it.
+        blank (`bool`, *optional*, defaults to `False`): Whether quotations are blank.
+    """
+
+    name: str
+    data: Any
+    blank: bool = False
+
+    def quote(self, path: str = "", form: str | Callable[[Any], str] = "") -> str:
+        """The only way of a number into a card.
+
+        Args:
+            path (`str`, *optional*): Keys and list indices with dots between them, e.g. `settings.temperature`; by default
+                the whole content.
+            form (`str` or `Callable[[Any], str]`, *optional*): How it is written: a format such as `.2f`, or a function of
+                the value alone.
+
+        Raises:
+            ValueError: if there is nothing at `path`, or `form` is no plain format of a number.
+        """
+        value = self.at(path)
+        if value is None:
+            raise ValueError(f"`{self.name}` has no `{path}`, which the card quotes.")
+        if not callable(form) and not _FORM.fullmatch(form):
+            raise ValueError(f"`{self.name}`: `{path}` is quoted as {form!r}; a form is like `,`, `.2f` or `.1%`.")
+        if self.blank:
+            return BLANK
+        return form(value) if callable(form) else format(value, form)
+
+    @property
+    def title(self) -> str:
+        """The name, as a card may show it."""
+        return BLANK if self.blank else self.name
+
+    def has(self, path: str) -> bool:
+        """Whether there is something at `path`."""
+        return self.at(path) is not None
+
+    def at(self, path: str) -> Any:
+        """The content at `path`; `None` where there is nothing."""
+        value = self.data
+        for key in path.split(".") if path else ():
+            if isinstance(value, dict):
+                value = value.get(key)
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                return None
+        return value
+
+    def blanked(self) -> "Source":
+        """The same source, of which every quotation is blank."""
+        return Source(self.name, self.data, blank=True)
+
+
+def read_source(path: Path) -> Source:
+    """Read a JSON or YAML file.
+
+    Raises:
+        ValueError: if the file is missing or is neither.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return Source(path.name, json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+    except FileNotFoundError:
+        raise ValueError(f"There is no file `{path}`.") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"`{path}` cannot be read as {path.suffix.lstrip('.').upper()}: {error}.") from error
+
+
+def check_quoted(skeleton: str) -> None:
+    """Refuse a text, rendered from blank sources, in which a number is left.
+
+    Examples in fenced blocks are not read, and digits within a name that begins with a letter are no number.
+
+    Raises:
+        ValueError: names the lines, and says what to do.
+    """
+    prose = _FENCE.sub("", skeleton)
+    lines = [line.strip() for line in prose.splitlines() if re.search(r"\d", _NAME.sub("", line))]
+    if lines:
+        raise ValueError(
+            "A number of a card comes out of a report, and these lines have one that does not: "
+            + "; ".join(f"`{line}`" for line in lines[:5])
+            + '. Quote it, e.g. `{{ calibration.quote("num_samples", ",") }}`, or state it in `stated` of the facts file '
+            'and write `{{ stated.quote("NAME") }}` in `training`.'
+        )
+
+
+def slug(name: str) -> str:
+    """A name for files and tasks: small letters, digits and underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+__all__ = ["BLANK", "Source", "check_quoted", "read_source", "slug"]
