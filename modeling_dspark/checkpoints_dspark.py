@@ -1,31 +1,24 @@
-"""Read a drafter's checkpoint strictly: this project's format and DeepSpec's, as published.
+"""Read a drafter's checkpoint strictly: this project's format, and those of `formats_dspark`.
 
-A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values. The copies of the
-target's embedding and LM head that DeepSpec ships are dropped, since they are borrowed from the target.
+A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values. Copies of the
+target's embedding and LM head are dropped, since both are borrowed from the target.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import cached_file
 
-from .configuration_dspark import GEMMA4_TRAITS, DSparkConfig
+from .formats_dspark import COPIES, DROPPED, Format, detect
+from .tensor_files_dspark import StoredTensor, stored_tensors
+from .translation_dspark import fields_of, unsupported
 
 
-_GEMMA4 = "Gemma4DSparkModel"
-_DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", _GEMMA4)
-_DEEPSPEC_MARKS = ("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers")
-_DEEPSPEC_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
-    *("rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "attention_dropout", "dtype", "torch_dtype"),
-    *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id", "markov_rank", "markov_head_type"),
-    *("enable_confidence_head", "confidence_head_with_markov", "pad_token_id", "bos_token_id", "eos_token_id"),
-)
-_GEMMA4_MARKS = ("attention_k_eq_v", "global_head_dim", "hidden_activation", "rope_parameters")
-_GEMMA4_UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp")
 _FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -35,14 +28,14 @@ def load_checkpoint(
     """Call `load` (Transformers' `from_pretrained`) and refuse anything but a complete drafter.
 
     Raises:
-        ValueError: if the folder holds another model, a DeepSpec field is missing, a file is corrupt, or a tensor is
-            missing, unexpected or mis-shaped.
+        ValueError: if the folder holds another model or traits that are not supported, a file is corrupt, or a tensor
+            is missing, unexpected or mis-shaped.
     """
-    wants_info = kwargs.pop("output_loading_info", False)
+    wants_info, source = kwargs.pop("output_loading_info", False), str(name_or_path)
     if kwargs.get("config") is None and name_or_path is not None:
-        raw = _read_config(name_or_path, {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs})
-        if raw.get("model_type") != model_class.config_class.model_type:
-            kwargs["config"] = config_from_deepspec(raw, str(name_or_path), model_class.config_class)
+        kwargs |= _foreign(
+            model_class, name_or_path, {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
+        )
     kwargs["ignore_mismatched_sizes"] = True  # reported below, together with the rest
     try:
         model, info = load(name_or_path, *model_args, output_loading_info=True, **kwargs)
@@ -50,66 +43,21 @@ def load_checkpoint(
         if type(error).__name__ != "SafetensorError":  # safetensors is not among the imports remote code may have
             raise
         raise ValueError(
-            f"A weight file of `{name_or_path}` is corrupt or truncated ({error}). Download or copy it again."
+            f"A weight file of `{source}` is corrupt or truncated ({error}). Download or copy it again."
         ) from error
-    _refuse_incomplete(info, str(name_or_path))
-    _check_draft_vocabulary(model, str(name_or_path))
+    _refuse_incomplete(info, source)
+    _check_draft_vocabulary(model, source)
+    if kwargs.get("key_mapping"):
+        vars(model).pop("_weight_conversions", None)  # or `save_pretrained` would give the tensors their old names
     return (model, info) if wants_info else model
 
 
-def config_from_deepspec(raw: dict[str, Any], source: str, config_class: type = DSparkConfig) -> DSparkConfig:
-    """Configuration of a DeepSpec checkpoint (a flat copy of the target's, with DSpark's fields).
-
-    Args:
-        raw (`dict`): The content of its `config.json`.
-        source (`str`): Where it came from, for messages.
-        config_class (`type`, *optional*, defaults to [`DSparkConfig`]): Class to make.
+def read_config(name_or_path: Any, **file_arguments: Any) -> dict[str, Any]:
+    """The content of a checkpoint's `config.json`.
 
     Raises:
-        ValueError: if `raw` is not a DeepSpec drafter, or one with traits that are not supported.
+        ValueError: if there is none, or it is no JSON object.
     """
-    missing = [name for name in _DEEPSPEC_MARKS if name not in raw]
-    if missing:
-        raise ValueError(
-            f"`{source}` is not a DSpark drafter: its config is of type {raw.get('model_type')!r} "
-            f"(architectures {raw.get('architectures')}) and lacks {missing}."
-        )
-    architectures = raw.get("architectures") or []
-    if not set(architectures) & set(_DEEPSPEC_ARCHITECTURES):
-        raise ValueError(
-            f"`{source}` has architectures {architectures}; of the DeepSpec drafters, {_DEEPSPEC_ARCHITECTURES} are read."
-        )
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ValueError(f"`{source}` has layer types {sorted(layer_types)}; only `full_attention` is supported.")
-    fields = {name: raw[name] for name in _DEEPSPEC_FIELDS if raw.get(name) is not None}
-    if _GEMMA4 in architectures:
-        fields |= _gemma4_fields(raw, source)
-    if fields["markov_rank"] == 0:
-        fields |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
-    return config_class(**fields)
-
-
-def _gemma4_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """What a DeepSpec drafter for Gemma 4 has otherwise: its layers are all like the target's full-attention layers."""
-    if used := {name: raw[name] for name in _GEMMA4_UNSUPPORTED if raw.get(name)}:
-        raise ValueError(
-            f"`{source}` has {', '.join(f'{name}={value!r}' for name, value in used.items())}; drafters with experts, "
-            "per-layer inputs or a double-wide feed-forward are not supported."
-        )
-    kv_heads = "num_global_key_value_heads" if raw.get("attention_k_eq_v") else "num_key_value_heads"
-    if missing := [name for name in (*_GEMMA4_MARKS, kv_heads) if raw.get(name) is None]:
-        raise ValueError(f"`{source}` is a {_GEMMA4}, and its config lacks {missing}.")
-    return GEMMA4_TRAITS | {
-        "attention_k_eq_v": raw["attention_k_eq_v"],
-        "num_key_value_heads": raw[kv_heads],
-        "head_dim": raw["global_head_dim"],
-        "hidden_act": raw["hidden_activation"],
-        "rope_parameters": raw["rope_parameters"].get("full_attention", raw["rope_parameters"]),
-    }
-
-
-def _read_config(name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
     path: str = cached_file(  # type: ignore[assignment]  # raises where there is none
         name_or_path, "config.json", **file_arguments
     )
@@ -122,6 +70,80 @@ def _read_config(name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str,
     if not isinstance(raw, dict):
         raise ValueError(f"The config.json of `{name_or_path}` is not a JSON object.")
     return raw
+
+
+def config_from(
+    kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str, model_class: Any
+) -> Any:
+    """Our configuration of a checkpoint of another format, whose tensors have been compared with it.
+
+    Args:
+        kind ([`Format`]): Its format.
+        raw (`dict`): The content of its `config.json`.
+        tensors (`dict`): Its tensors by name.
+        source (`str`): Where it came from, for messages.
+        model_class (`type`): [`DSparkModel`].
+
+    Raises:
+        ValueError: lists all that does not fit.
+    """
+    problems, config = unsupported(kind, raw), None
+    try:
+        config = model_class.config_class(**fields_of(kind, raw, tensors))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        problems.append(str(error).rstrip("."))
+    if config is not None:
+        ours = {kind.rename(name): tensor for name, tensor in tensors.items()}
+        problems += misfits(model_class, config, ours)
+    if problems:
+        raise ValueError(f"The checkpoint `{source}` ({kind.name}'s format) cannot be used: {'; '.join(problems)}.")
+    return config
+
+
+def misfits(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """What is missing, unexpected or of the wrong shape among tensors with our names."""
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
+    dropped = set(DROPPED) if config.draft_vocab_size else set(COPIES)
+    head = (config.draft_vocab_size or config.vocab_size, config.hidden_size)
+    copies = {"embed_tokens.weight": (config.vocab_size, config.hidden_size), "lm_head.weight": head}
+    shapes = expected | {name: shape for name, shape in copies.items() if name in tensors}
+    lists = {
+        "missing": sorted(expected.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - expected.keys() - dropped),
+        "mismatched": [
+            f"{name} is {list(tensors[name].shape)}, expected {list(shapes[name])}"
+            for name in sorted(shapes.keys() & tensors.keys())
+            if tensors[name].shape != shapes[name]
+        ],
+    }
+    if not lists["missing"] and not lists["mismatched"] and config.draft_vocab_size and "t2d" in tensors:
+        lists["contradictory"] = vocabulary_misfits(tensors["d2t"].read(), tensors["t2d"].read())
+    return [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+
+
+def vocabulary_misfits(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
+    """What two maps of a draft vocabulary, `d2t` `[Vd]` and `t2d` `[V]`, say of each other that is not so."""
+    tokens = (d2t.long() + torch.arange(len(d2t))).sort().values
+    marked = t2d.nonzero().flatten()
+    if torch.equal(tokens, marked):
+        return []
+    return [f"`d2t` names {len(tokens.unique())} tokens, and `t2d` marks {len(marked)}, not the same ones"]
+
+
+def _foreign(model_class: Any, name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` with which a checkpoint of another format loads as ours; none for ours."""
+    source, raw = str(name_or_path), read_config(name_or_path, **file_arguments)
+    own = model_class.config_class.model_type
+    if detect(raw, {}, source, own) is None:
+        return {}
+    tensors = stored_tensors(name_or_path, **file_arguments)
+    kind = detect(raw, tensors, source, own)
+    if kind is None or not tensors:
+        raise ValueError(f"`{source}` has no weights in safetensors files (`model.safetensors`).")
+    config = config_from(kind, raw, tensors, source, model_class)
+    renamed = {f"^{re.escape(name)}$": ours for name in tensors if (ours := kind.rename(name)) != name}
+    return {"config": config, "key_mapping": renamed} if renamed else {"config": config}
 
 
 def _refuse_incomplete(info: dict[str, Any], source: str) -> None:
@@ -146,4 +168,4 @@ def _check_draft_vocabulary(model: Any, source: str) -> None:
         )
 
 
-__all__ = ["config_from_deepspec", "load_checkpoint"]
+__all__ = ["config_from", "load_checkpoint", "misfits", "read_config", "vocabulary_misfits"]

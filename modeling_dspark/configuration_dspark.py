@@ -63,7 +63,8 @@ class DSparkConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`, *optional*, defaults to `[1, 9, 17, 25, 33]`):
             Tapped target layers, strictly increasing; id `i` is the output of layer `i` (`hidden_states[i + 1]`), `-1`
             the embedding output. The last layer cannot be tapped (Transformers returns it after the final norm).
-        num_target_layers (`int`, *optional*, defaults to `36`): Layers of the target.
+        num_target_layers (`int`, *optional*, defaults to `36`):
+            Layers of the target; `None` where a checkpoint of another format does not say.
         mask_token_id (`int`, *optional*, defaults to `151669`): Token embedded at the slots after the anchor.
         markov_rank (`int`, *optional*, defaults to `256`): Rank of the sequential head; 0 means none (plain DFlash).
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `vanilla`, `gated` or `rnn`.
@@ -127,7 +128,7 @@ class DSparkConfig(PreTrainedConfig):
     block_size: int = 7
     sample_from_anchor: bool = True
     target_layer_ids: list[int] | None = None
-    num_target_layers: int = 36
+    num_target_layers: int | None = 36
     mask_token_id: int = 151669
 
     markov_rank: int = 256
@@ -194,9 +195,10 @@ class DSparkConfig(PreTrainedConfig):
             )
 
     def _check_target(self) -> None:
-        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        ids = self.target_layer_ids
         if not ids or any(later <= earlier for earlier, later in pairwise(ids)):
             raise ValueError(f"`target_layer_ids` must be a non-empty, strictly increasing list, got {ids}.")
+        last = ids[-1] + 1 if self.num_target_layers is None else self.num_target_layers - 1
         if ids[0] < -1 or ids[-1] > last:
             raise ValueError(
                 f"`target_layer_ids` {ids} must lie between -1 (the embedding output) and {last - 1}, since "
@@ -217,8 +219,6 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"`markov_rank` must be at least 0 (0 = no sequential head), got {self.markov_rank}.")
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {self.markov_head_type!r}.")
-        if not self.sample_from_anchor and self.markov_head_type == "rnn":
-            raise ValueError("`sample_from_anchor=False` goes with stateless heads, got `markov_head_type='rnn'`.")
         if self.markov_rank == 0 and self.markov_head_type != "vanilla":
             raise ValueError(
                 f"`markov_head_type={self.markov_head_type!r}` needs `markov_rank > 0`; `markov_rank=0` has no head."

@@ -69,7 +69,7 @@ def draft_block(
     cache: DSparkCache,
     context_lengths: list[int] | None = None,
 ) -> torch.Tensor:
-    """Run the backbone over one block a row and keep the new context: hidden states `[R, block_size, D]`.
+    """Run the backbone over one block a row and keep the new context: hidden states `[R, Q, D]` of all its positions.
 
     Args:
         drafter ([`DSparkModel`]): The drafter.
@@ -101,7 +101,7 @@ def draft_block(
         context_lengths=lengths,
     )
     cache.advance(lengths)
-    return output.last_hidden_state[:, -config.block_size :]
+    return output.last_hidden_state
 
 
 @torch.no_grad()
@@ -146,12 +146,14 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         cache=cache,
         context_lengths=context_lengths,
     )
-    hidden = block[:, : drafter.config.block_size if num_tokens is None else num_tokens]
+    config, first = drafter.config, drafter.config.num_block_positions - drafter.config.block_size
+    hidden = block[:, first : first + (config.block_size if num_tokens is None else num_tokens)]
     # One matrix, since a linear layer over a slice of three dimensions copies its weight for each row.
     base_logits = binding.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
     anchors = anchor_tokens.to(hidden.device)
     level = 1.0 if logits_processor is None else temperature
-    heads = None if level is None else fusable_heads(drafter, base_logits)
+    state = state_before_slots(drafter, block[:, 0], anchors)
+    heads = None if level is None or state is not None else fusable_heads(drafter, base_logits)
     if heads is not None and level is not None:
         level = level if do_sample else 0.0
         made = _at_once(drafter, heads, hidden, base_logits, anchors, temperature=level, generator=generator)
@@ -159,8 +161,26 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     processor = None
     if logits_processor is not None or do_sample:
         processor = partial(_processed, drafter, logits_processor=logits_processor, in_full=not treats_tokens_alike)
-    made = _slot_by_slot(drafter, hidden, base_logits, anchors, processor, do_sample=do_sample, generator=generator)
+    made = _slot_by_slot(
+        drafter, hidden, base_logits, anchors, processor, state=state, do_sample=do_sample, generator=generator
+    )
     return _proposal(drafter, hidden, base_logits, made)
+
+
+def state_before_slots(drafter: Any, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
+    """State of the `rnn` head before the first slot `[..., r]`, or `None` where a block starts without one.
+
+    In the older layout the anchor has a position of its own, which drafts nothing; the state passes over it.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        hidden (`torch.Tensor` of shape `(..., D)`): Backbone output of the anchor's position.
+        anchors (`torch.LongTensor` of shape `(...)`): The anchors.
+    """
+    if drafter.config.sample_from_anchor or drafter.config.markov_head_type != "rnn":
+        return None
+    head = drafter.markov_head
+    return head.step(head.embed(anchors).to(hidden.dtype), hidden, None)[1]
 
 
 def _at_once(
@@ -195,11 +215,12 @@ def _slot_by_slot(
     anchors: torch.Tensor,
     processor: Callable | None,
     *,
+    state: torch.Tensor | None,
     do_sample: bool,
     generator: torch.Generator | None,
 ) -> BlockTokens:
     """The heads from left to right, with processors between the logits and the choice."""
-    previous, state = anchors, None
+    previous = anchors
     tokens: list[torch.Tensor] = []
     columns: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
@@ -288,4 +309,4 @@ def _proposal(drafter: Any, hidden: torch.Tensor, base_logits: torch.Tensor, mad
     )
 
 
-__all__ = ["LogitsProcessor", "Proposal", "argmax", "draft_block", "propose"]
+__all__ = ["LogitsProcessor", "Proposal", "argmax", "draft_block", "propose", "state_before_slots"]

@@ -7,6 +7,7 @@ data path.
 Shapes: `R` rows, `C` context positions, `Q` block positions, `L` tapped layers, `D` hidden size, `V` vocabulary.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from .configuration_dspark import DSparkConfig
 from .costs_dspark import CostProfile
 from .dispatcher_dspark import install_dispatcher
 from .drafting_dspark import Proposal, propose
+from .formats_dspark import DROPPED
 from .fused_head_dspark import fusable
 from .generation_dspark import check_call, check_inputs, decode, report_quantised, why_not_packed
 from .heads_dspark import ConfidenceHead, MarkovHead
@@ -63,8 +65,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
     config: DSparkConfig
     config_class = DSparkConfig
     base_model_prefix = "dspark"
-    # DeepSpec ships copies of the target's embedding and LM head, which are borrowed from the target.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
+    # Copies of what is borrowed from the target, and a map that says what `d2t` says.
+    _keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in DROPPED]
     supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
@@ -333,7 +335,8 @@ class DSparkModel(DSparkPreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         r"""
-        Load a drafter from a folder or the Hub: this project's format, or a DeepSpec checkpoint as published.
+        Load a drafter from a folder or the Hub: this project's format, or one of DeepSpec's, speculators',
+        SpecForge's, Model-Optimizer's or z-lab's (DFlash), as published.
 
         Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`].
 

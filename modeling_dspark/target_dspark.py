@@ -86,7 +86,7 @@ def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
         "embedding size": (getattr(embedding, "embedding_dim", config.hidden_size), config.hidden_size),
         "LM head input size": (getattr(head, "in_features", config.hidden_size), config.hidden_size),
         "vocab_size": (text.vocab_size, config.vocab_size),
-        "num_hidden_layers": (text.num_hidden_layers, config.num_target_layers),
+        "num_hidden_layers": (text.num_hidden_layers, config.num_target_layers or text.num_hidden_layers),
     }
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
@@ -95,6 +95,11 @@ def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
                 f"This drafter{trained_for} does not fit the target {type(target).__name__}: the target's `{name}` is "
                 f"{theirs}, the drafter expects {ours}. Load the drafter that was made for this target."
             )
+    if max(hidden_state_indices(config.target_layer_ids)) >= text.num_hidden_layers:  # type: ignore[arg-type]
+        raise ValueError(
+            f"This drafter does not fit the target {type(target).__name__}: it taps the layers {config.target_layer_ids}, "
+            f"and of the target's {text.num_hidden_layers} the last that can be tapped is {text.num_hidden_layers - 2}."
+        )
 
 
 class TargetBinding:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from modeling_dspark import DSparkModel
+from modeling_dspark.drafting_dspark import state_before_slots
 from modeling_dspark.target_dspark import TargetBinding
 from training.blocks import Blocks, block_inputs, block_mask, block_positions, flex_block_mask
 
@@ -51,18 +52,19 @@ def forward_blocks(
     num_context, num_positions = input_ids.shape[1], drafter.config.num_block_positions
     make_mask = flex_block_mask if drafter.config._attn_implementation == "flex_attention" else block_mask
     noise = block_inputs(blocks, input_ids, drafter.config.mask_token_id, num_positions)
-    hidden = model(
+    block = model(
         noise_embeds=binding.embed(noise, like=drafter.norm.weight),
         context_hidden_states=features.to(drafter.dtype),
         position_ids=block_positions(blocks, num_context, num_positions),
         attention_mask=make_mask(blocks, num_context, num_positions),
-    ).last_hidden_state.unflatten(1, (-1, num_positions))[:, :, -blocks.labels.shape[-1] :]
+    ).last_hidden_state.unflatten(1, (-1, num_positions))
+    hidden = block[:, :, -blocks.labels.shape[-1] :]
     selected = hidden[blocks.supervised]
     latent = previous = None
     head = drafter.markov_head
     if head is not None:
         embedded = head.embed(blocks.previous).to(hidden.dtype)
-        latents, state = [], None
+        latents, state = [], state_before_slots(drafter, block[:, :, 0], blocks.previous[:, :, 0])
         for slot in range(hidden.shape[2]):
             step, state = head.step(embedded[:, :, slot], hidden[:, :, slot], state)
             latents.append(step)

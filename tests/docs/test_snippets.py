@@ -152,7 +152,7 @@ def test_python_blocks_run(page, workspace, cache):
 
 def test_every_page_with_python_is_run():
     expected = {"README.md", "index.md", "data-path.md", "lossless.md", "batching.md", "scheduling.md", "profiling.md"}
-    expected |= {"training.md", "calibration.md", "evaluation.md"}
+    expected |= {"training.md", "calibration.md", "evaluation.md", "convert.md"}
     assert {page.name for page in PAGES if script_of(page)} >= expected
     indented = [page.name for page in PAGES if re.search(r"^ +```(python|bash)", page.read_text(), re.MULTILINE)]
     assert not indented, "indented blocks are not found by these tests"
@@ -178,6 +178,7 @@ def test_commands_exist(page, monkeypatch):
         "python -m benchmarks.profile --plot",
         "python -m benchmarks.memory --batch-sizes none",
         "python -m hub_upload package only-one-argument",
+        "python -m hub_upload convert without --a-format",
         "python -m hub_upload card a --no-such-flag",
         "python -m hub_upload push build/my-drafter my-org/my-drafter --token abc",
         "python -m hub_upload verify without-a-target",

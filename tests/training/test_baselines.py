@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.backbone_dspark import rotate
+from modeling_dspark.cache_dspark import DSparkCache
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.blocks import make_blocks
 from training.data import Conversation
 from training.eagle import EagleConfig, EagleDrafter
 from training.features import compute_features
+from training.forward import forward_blocks
 from training.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 
 
@@ -189,8 +192,22 @@ class TestOlderLayout:
     def test_the_anchor_has_a_position_and_no_slot(self):
         config = DSparkConfig(sample_from_anchor=False, block_size=5, markov_rank=8)
         assert config.num_block_positions == 6
-        with pytest.raises(ValueError, match="stateless heads"):
-            DSparkConfig(sample_from_anchor=False, markov_head_type="rnn")
+
+    def test_the_rnn_state_starts_at_the_anchor_in_training_as_in_decoding(self):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target, sample_from_anchor=False, target_layer_ids=LAYERS, markov_head_type="rnn")
+        ids = torch.randint(4, VOCAB, (1, 7))
+        binding, features = features_of(target, drafter, ids)
+        proposal = drafter.propose(binding, features[:, :6], anchor_tokens=ids[:, 6], cache=DSparkCache())
+        ids = torch.cat([ids, proposal.tokens], dim=1)
+        anchors = torch.tensor([[6]])
+        blocks = make_blocks(ids, ids >= 0, anchors=anchors, keep=anchors > 0, block_size=drafter.config.block_size)
+        features = nn.functional.pad(features, (0, 0, 0, ids.shape[1] - features.shape[1]))
+        with torch.no_grad():
+            outputs = forward_blocks(drafter, binding, blocks, input_ids=ids, features=features)
+            logits = binding.draft_logits(outputs.hidden) + drafter.markov_head.bias(outputs.latent)
+        assert torch.equal(logits.argmax(-1), proposal.tokens[0])
+        assert_close(outputs.confidence_logits, proposal.confidence_logits[0], atol=1e-4, rtol=1e-4)
 
     def test_a_slot_reads_the_mask_at_its_own_position(self):
         """Training's blocks give the hidden states that decoding has, at the masks behind the anchor."""
@@ -206,7 +223,6 @@ class TestOlderLayout:
                 context_hidden_states=features[:, :6],
                 position_ids=torch.arange(6 + noise.shape[1])[None],
             ).last_hidden_state[0, 1:]
-        from training.forward import forward_blocks
 
         everything = torch.ones_like(ids, dtype=torch.bool)
         anchors = torch.tensor([[6]])

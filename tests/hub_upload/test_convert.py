@@ -1,0 +1,420 @@
+"""Conversions give back what went in, bit by bit; what a format cannot hold is refused; a folder is whole or not there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from hub_upload.__main__ import app
+from hub_upload.convert import convert, plan_conversion
+from hub_upload.streaming import rows_piece, small_piece, stored_piece, write_safetensors
+from modeling_dspark import DSparkModel
+from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
+from modeling_dspark.tensor_files_dspark import read_header
+from tests.builders import tiny_drafter, tiny_target
+from tests.conftest import FIXTURES
+
+
+ROOT = Path(__file__).parents[2]
+TARGET = FIXTURES / "target_qwen3"
+IDS = [2, 5, 6, 9, 20, 33, 60]
+PLAIN = {"markov_rank": 0, "confidence_head_with_markov": False}
+TEMPERATURES = [1.5, 0.8, 1.1, 1.3]
+DRAFTERS = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated", "confidence_temperatures": TEMPERATURES},
+    "rnn": {"markov_head_type": "rnn", "confidence_head_with_markov": False},
+    "rank-0": PLAIN,
+    "no-confidence": {"enable_confidence_head": False, "confidence_head_with_markov": False},
+    "dflash": PLAIN | {"enable_confidence_head": False, "sample_from_anchor": False},
+    "rnn-older": {"markov_head_type": "rnn", "sample_from_anchor": False, "confidence_temperatures": TEMPERATURES},
+    "reduced": {"draft_token_ids": IDS, "confidence_temperatures": TEMPERATURES},
+    "reduced-gated-older": {"draft_token_ids": IDS, "markov_head_type": "gated", "sample_from_anchor": False},
+}
+OLDER = {name for name, fields in DRAFTERS.items() if not fields.get("sample_from_anchor", True)}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    tiny_target("qwen3").save_pretrained(folder := tmp_path_factory.mktemp("target"))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory, target):
+    """Folders of drafters in this project's format, as `convert` writes it."""
+    made = {}
+
+    def folder(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            base = tmp_path_factory.mktemp(name)
+            drafter = tiny_drafter(tiny_target("qwen3"), target_name_or_path=target, **DRAFTERS[name]).to(dtype)
+            drafter.config.chat_template_sha256 = "ab" * 32
+            drafter.save_pretrained(base / "saved")
+            convert(plan_conversion(str(base / "saved"), "dspark"), base / "drafter")
+            made[name, dtype] = base / "drafter"
+        return made[name, dtype]
+
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_our_format_is_what_save_pretrained_writes(drafters, dtype):
+    folder = drafters("reduced", dtype)
+    saved = folder.parent / "saved"
+    assert (folder / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    raw, ours = (json.loads((path / "config.json").read_text()) for path in (saved, folder))
+    assert ours == {name: value for name, value in raw.items() if name != "auto_map"}
+
+
+@pytest.mark.parametrize("to", ["deepspec", "speculators"])
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_round_trip(drafters, target, tmp_path, name, to):
+    """There and back: the same files, and in between a checkpoint that loads in one line as the same drafter."""
+    folder = drafters(name)
+    if to == "deepspec" and name in OLDER:
+        with pytest.raises(ValueError, match="older layout"):
+            plan_conversion(str(folder), to, target=target)
+        return
+    convert(plan_conversion(str(folder), to, target=target), tmp_path / "there")
+    convert(plan_conversion(str(tmp_path / "there"), "dspark", target=target), tmp_path / "back")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (folder / file).read_bytes(), file
+    loaded, ours = DSparkModel.from_pretrained(tmp_path / "there"), DSparkModel.from_pretrained(folder)
+    for (key, one), (_, other) in zip(loaded.state_dict().items(), ours.state_dict().items(), strict=True):
+        assert torch.equal(one, other), key
+    left, right = loaded.config.to_dict(), ours.config.to_dict()
+    assert {key: value for key, value in left.items() if right[key] != value}.keys() <= {
+        "_name_or_path",
+        "architectures",
+    }
+
+
+@pytest.mark.parametrize("to", ["deepspec", "speculators"])
+def test_bf16_stays_bf16(drafters, target, tmp_path, to):
+    folder = drafters("reduced", torch.bfloat16)
+    convert(plan_conversion(str(folder), to, target=target), tmp_path / "there")
+    tensors, ours = load_file(tmp_path / "there" / "model.safetensors"), load_file(folder / "model.safetensors")
+    for name, tensor in ours.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), name
+    assert tensors["lm_head.weight"].dtype == torch.float32, "a copy, so of the target's dtype"
+
+
+def test_the_matrices_are_the_targets(drafters, target, tmp_path):
+    matrices = load_file(Path(target) / "model.safetensors")
+    embedding, head = matrices["model.embed_tokens.weight"], matrices["lm_head.weight"]
+    for name, to in (("vanilla", "deepspec"), ("reduced", "deepspec"), ("reduced", "speculators")):
+        out = tmp_path / f"{name}-{to}"
+        convert(plan_conversion(str(drafters(name)), to, target=target), out)
+        tensors = load_file(out / "model.safetensors")
+        assert torch.equal(tensors["lm_head.weight"], head[IDS] if name == "reduced" else head)
+        if to == "deepspec":
+            assert torch.equal(tensors["embed_tokens.weight"], embedding)
+        else:
+            assert "embed_tokens.weight" not in tensors
+            assert tensors["t2d"].nonzero().flatten().tolist() == IDS
+    convert(plan_conversion(str(drafters("vanilla")), "speculators", target=target), tmp_path / "full")
+    assert (
+        load_file(tmp_path / "full" / "model.safetensors").keys()
+        == load_file(drafters("vanilla") / "model.safetensors").keys()
+    )
+
+
+def test_a_tied_target_gives_its_embedding_as_the_head(drafters, tmp_path):
+    tiny_target("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    convert(plan_conversion(str(drafters("vanilla")), "deepspec", target=str(tmp_path / "tied")), tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], tensors["embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("keys_as_values", [True, False])
+def test_gemma4(tmp_path, keys_as_values):
+    """DeepSpec's rows for Gemma 4 take what its layers have; the soft cap comes from the target. speculators has no place."""
+    model = tiny_target("gemma4")
+    model.save_pretrained(tmp_path / "target")
+    fields = GEMMA4_TRAITS | {"attention_k_eq_v": keys_as_values, "hidden_act": "gelu_pytorch_tanh", "head_dim": 16}
+    tiny_drafter(model, num_key_value_heads=1, target_name_or_path="t", **fields).save_pretrained(tmp_path / "saved")
+    convert(plan_conversion(str(tmp_path / "saved"), "dspark"), tmp_path / "drafter")
+    with pytest.raises(ValueError, match="final_logit_softcapping.*--target"):
+        plan_conversion(str(tmp_path / "drafter"), "deepspec")
+    with pytest.raises(ValueError, match=r"no place for `attention_scale=1\.0`"):
+        plan_conversion(str(tmp_path / "drafter"), "speculators", target=str(tmp_path / "target"))
+    plan = plan_conversion(str(tmp_path / "drafter"), "deepspec", target=str(tmp_path / "target"))
+    softcap = model.config.get_text_config().final_logit_softcapping
+    assert plan.config["architectures"] == ["Gemma4DSparkModel"]
+    assert plan.config["final_logit_softcapping"] == softcap is not None
+    convert(plan, tmp_path / "there")
+    convert(plan_conversion(str(tmp_path / "there"), "dspark", target=str(tmp_path / "target")), tmp_path / "back")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "drafter" / file).read_bytes(), file
+    assert AutoConfig.from_pretrained(tmp_path / "there").model_type == "gemma4_text"
+
+
+def test_the_fixtures_become_each_other(tmp_path):
+    """DeepSpec's fixture, read and written again, has the tensors and the fields that DeepSpec gave it."""
+    source = FIXTURES / "a_vanilla_confM" / "draft"
+    convert(plan_conversion(str(source), "deepspec", target=str(TARGET)), tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    theirs, ours = (json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out"))
+    left_out = {"max_window_layers", "num_anchors", "transformers_version"}
+    assert {name: ours[name] for name in theirs.keys() - left_out} == {
+        name: theirs[name] for name in theirs.keys() - left_out
+    }
+    assert "num_anchors" in ours, "DeepSpec asks for it"
+
+
+def test_calibration_travels(drafters, target, tmp_path):
+    """SGLang's file goes along as it is; where there is only the config's list, a file is made of it."""
+    source = tmp_path / "source"
+    shutil.copytree(drafters("gated"), source)
+    convert(plan_conversion(str(source), "deepspec", target=target), tmp_path / "made")
+    made = json.loads((tmp_path / "made" / "calibration.json").read_text())
+    assert made["temperatures"] == TEMPERATURES
+    text = json.dumps(
+        {"temperatures": TEMPERATURES, "dataset": "d", "num_samples": 9, "ece_before": [0.1], "ece_after": [0.0]}
+    )
+    (source / "calibration.json").write_text(text)
+    convert(plan_conversion(str(source), "speculators", target=target), tmp_path / "there")
+    raw = json.loads((tmp_path / "there" / "config.json").read_text())
+    (tmp_path / "there" / "config.json").write_text(json.dumps(raw | {"confidence_temperatures": None}))
+    convert(plan_conversion(str(tmp_path / "there"), "dspark", target=target), tmp_path / "back")
+    assert (tmp_path / "back" / "calibration.json").read_text() == text
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["confidence_temperatures"] == TEMPERATURES
+    (source / "calibration.json").write_text(text.replace("1.5", "1.6"))
+    with pytest.raises(ValueError, match="contradicts itself"):
+        plan_conversion(str(source), "deepspec", target=target)
+
+
+class TestRefusals:
+    def test_what_a_format_cannot_hold(self, drafters, tmp_path):
+        with pytest.raises(ValueError, match="reduced draft vocabulary.*--target"):
+            plan_conversion(str(drafters("reduced")), "speculators")
+        unordered = tiny_drafter(tiny_target("qwen3"), draft_token_ids=[5, 2, 9])
+        unordered.save_pretrained(tmp_path / "unordered")
+        with pytest.raises(ValueError, match=r"(?s)ascending.*|name of the target"):
+            plan_conversion(str(tmp_path / "unordered"), "speculators")
+        tiny_drafter(tiny_target("qwen3")).save_pretrained(tmp_path / "nameless")
+        with pytest.raises(ValueError, match="name of the target"):
+            plan_conversion(str(tmp_path / "nameless"), "speculators")
+        with pytest.raises(ValueError, match="--to.*onnx"):
+            plan_conversion(str(tmp_path / "nameless"), "onnx")
+
+    def test_a_trained_head_or_another_target(self, tmp_path):
+        source = FIXTURES / "a_vanilla_confM" / "draft"
+        assert not any("compared" in note for note in plan_conversion(str(source), "dspark", target=str(TARGET)).notes)
+        assert any("not compared" in note for note in plan_conversion(str(source), "dspark").notes)
+        shutil.copytree(source, tmp_path / "trained")
+        tensors = load_file(source / "model.safetensors")
+        tensors["lm_head.weight"][198, 3] += 1e-3
+        save_file(tensors, tmp_path / "trained" / "model.safetensors")
+        with pytest.raises(ValueError, match="lm_head.weight.*trained"):
+            plan_conversion(str(tmp_path / "trained"), "dspark", target=str(TARGET))
+
+    def test_a_target_that_does_not_fit(self, drafters, tmp_path):
+        with pytest.raises(ValueError, match="does not fit the drafter: its `hidden_size` is 64, expected 32"):
+            plan_conversion(str(drafters("vanilla")), "deepspec", target=str(TARGET))
+        tiny_target("qwen3", num_hidden_layers=5).save_pretrained(tmp_path / "deeper")
+        with pytest.raises(ValueError, match="num_hidden_layers` is 5, expected 4"):
+            plan_conversion(str(drafters("vanilla")), "deepspec", target=str(tmp_path / "deeper"))
+        tiny_target("gemma3").save_pretrained(tmp_path / "gemma")
+        with pytest.raises(ValueError, match="scales its embedding"):
+            plan_conversion(str(drafters("vanilla")), "speculators", target=str(tmp_path / "gemma"))
+
+    def test_fields_without_a_place(self, drafters, target, monkeypatch):
+        """A field of ours that no row of the table knows is never dropped."""
+        from hub_upload import writers
+
+        monkeypatch.setattr(writers, "OWN_FIELDS", tuple(set(writers.OWN_FIELDS) - {"chat_template_sha256"}))
+        for to in ("deepspec", "speculators"):
+            with pytest.raises(ValueError, match="no place for `chat_template_sha256"):
+                plan_conversion(str(drafters("vanilla")), to, target=target)
+
+    def test_a_layer_count_that_nobody_knows(self, target, tmp_path):
+        source = FIXTURES / "d_full_anchor" / "draft"
+        with pytest.raises(ValueError, match="num_target_layers"):
+            plan_conversion(str(source), "deepspec")
+        plan = plan_conversion(str(source), "deepspec", target=str(TARGET))
+        assert plan.config["num_target_layers"] == 5
+        assert any("num_target_layers" in note for note in plan.notes)
+
+    def test_a_draft_vocabulary_of_wrong_tokens(self, drafters, target, tmp_path):
+        shutil.copytree(drafters("reduced"), tmp_path / "wrong")
+        tensors = load_file(tmp_path / "wrong" / "model.safetensors")
+        tensors["d2t"][-1] = 100
+        save_file(tensors, tmp_path / "wrong" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="distinct tokens"):
+            plan_conversion(str(tmp_path / "wrong"), "speculators", target=target)
+
+
+class TestNotes:
+    @pytest.mark.parametrize(
+        ("name", "to", "part"),
+        [
+            ("no-confidence", "deepspec", "SGLang insists on a confidence head"),
+            ("rank-0", "deepspec", "do not take it for DSpark"),
+            ("gated", "deepspec", "vLLM reads `vanilla` alone"),
+            ("reduced", "deepspec", "vLLM reads that"),
+            ("gated", "speculators", "calibration.json"),
+        ],
+    )
+    def test_what_the_readers_make_no_use_of_is_said_once(self, drafters, target, name, to, part):
+        notes = plan_conversion(str(drafters(name)), to, target=target).notes
+        assert len([note for note in notes if part in note]) == 1
+
+    def test_a_drafter_for_all_readers_has_none(self, drafters, target):
+        assert plan_conversion(str(drafters("vanilla")), "deepspec", target=target).notes == []
+        assert "DeepSpec itself" in plan_conversion(str(drafters("vanilla")), "deepspec").notes[0]
+
+
+class TestFolders:
+    def test_overwrite_keeps_what_is_the_users(self, drafters, target, tmp_path):
+        plan = plan_conversion(str(drafters("vanilla")), "deepspec", target=target)
+        convert(plan, tmp_path / "out")
+        with pytest.raises(ValueError, match="--overwrite"):
+            convert(plan, tmp_path / "out")
+        convert(plan, tmp_path / "out", overwrite=True)
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match="notes.txt"):
+            convert(plan, tmp_path / "out", overwrite=True)
+        assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+        with pytest.raises(ValueError, match="inside the other"):
+            convert(plan, drafters("vanilla") / "out")
+        (tmp_path / "link").symlink_to(tmp_path / "out")
+        with pytest.raises(ValueError, match="symbolic link"):
+            convert(plan, tmp_path / "link", overwrite=True)
+
+    @pytest.mark.parametrize("earlier", [True, False])
+    def test_an_interrupted_conversion_leaves_what_was_there(self, drafters, target, tmp_path, earlier):
+        plan, out = plan_conversion(str(drafters("vanilla")), "deepspec", target=target), tmp_path / "out"
+        if earlier:
+            convert(plan, out)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        def stop(_):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            convert(plan, out, overwrite=True, advance=stop)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+class TestStreaming:
+    def test_the_file_is_that_of_safetensors(self, tmp_path):
+        tensors = {
+            "b": torch.randn(3, 5),
+            "a": torch.randn(7).to(torch.bfloat16),
+            "c": torch.arange(4),
+            "é": torch.tensor([True, False, True]),
+            "half": torch.randn(2, 2).half(),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0, 4),
+        }
+        save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+        write_safetensors(tmp_path / "ours.safetensors", [small_piece(*item) for item in tensors.items()])
+        theirs = (tmp_path / "theirs.safetensors").read_bytes()
+        assert (tmp_path / "ours.safetensors").read_bytes() == theirs
+        stored = read_header(tmp_path / "theirs.safetensors")
+        assert all(torch.equal(stored[name].read(), tensor) for name, tensor in tensors.items())
+        write_safetensors(tmp_path / "again.safetensors", [stored_piece(*item) for item in stored.items()])
+        assert (tmp_path / "again.safetensors").read_bytes() == theirs
+        piece = rows_piece("b", stored["b"], [2, 0])
+        write_safetensors(tmp_path / "rows.safetensors", [piece])
+        assert torch.equal(load_file(tmp_path / "rows.safetensors")["b"], tensors["b"][[2, 0]])
+
+    @pytest.mark.parametrize(
+        "damage", [lambda data: data[:5], lambda data: data[:-1], lambda data: b"\xff" * 9 + data]
+    )
+    def test_damaged_files(self, tmp_path, damage):
+        save_file({"a": torch.ones(4)}, path := tmp_path / "a.safetensors")
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(ValueError, match="corrupt or truncated"):
+            read_header(path)
+
+    def test_memory_does_not_grow_with_the_checkpoint(self, drafters, tmp_path):
+        """After a tiny drafter, one of 100 MB raises the peak of the process by less than a quarter of that."""
+        for name, vocabulary in (("small", 61), ("large", 400_000)):
+            config = tiny_drafter(tiny_target("qwen3")).config
+            config.vocab_size, config.markov_rank = vocabulary, 64
+            sparse_checkpoint(tmp_path / name, config)
+        small, large = peaks_of(tmp_path, "small", "large")
+        size = (tmp_path / "large-out" / "model.safetensors").stat().st_size
+        assert size > 100e6
+        assert large - small < size / 4
+
+
+def sparse_checkpoint(folder, config):
+    """A bf16 checkpoint of zeros that takes no disk."""
+    folder.mkdir()
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        state = DSparkModel(config).to(torch.bfloat16).state_dict()
+    header, start = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in state.items():
+        stop = start + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + start)
+
+
+def peaks_of(folder, *names):
+    """Peak memory of a process in bytes after each of some conversions, one after the other."""
+    code = (
+        "import resource, sys; from hub_upload.convert import convert, plan_conversion\n"
+        "for name in sys.argv[1:]:\n"
+        "    convert(plan_conversion(name, 'dspark'), name + '-out')\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", code, *names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [int(line) * (1 if sys.platform == "darwin" else 1024) for line in run.stdout.split()]
+
+
+class TestCommandLine:
+    def run(self, *arguments):
+        return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+    def test_it_converts_and_says_what(self, drafters, target, tmp_path):
+        result = self.run(drafters("gated"), tmp_path / "out", "--to", "deepspec", "--target", target)
+        assert result.exit_code == 0, result.output
+        assert "vLLM reads `vanilla` alone" in result.output
+        assert str(tmp_path / "out" / "model.safetensors") in result.output
+
+    def test_a_dry_run_writes_nothing(self, drafters, target, tmp_path):
+        result = self.run(
+            drafters("reduced"), tmp_path / "out", "--to", "speculators", "--target", target, "--dry-run"
+        )
+        assert result.exit_code == 0
+        for part in ("to   speculators", "aux_hidden_state_layer_ids: [1, 2, 3]", "lm_head.weight", "BOOL  [61]"):
+            assert part in result.output
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "part"),
+        [
+            (("missing", "out", "--to", "dspark"), "missing"),
+            ((FIXTURES / "broken" / "missing_tensor", "out", "--to", "dspark"), "markov_head.markov_w2.weight"),
+            ((FIXTURES / "broken" / "mask_token_id_out_of_range", "out", "--to", "dspark"), "199"),
+            ((TARGET, "out", "--to", "dspark"), "not a DSpark drafter"),
+            ((FIXTURES / "a_vanilla_confM" / "draft", "out", "--to", "gguf"), "gguf"),
+        ],
+    )
+    def test_mistakes(self, tmp_path, monkeypatch, arguments, part):
+        monkeypatch.chdir(tmp_path)
+        result = self.run(*arguments)
+        assert result.exit_code == 2
+        assert part in " ".join(result.output.replace("│", " ").split())
+        assert list(tmp_path.iterdir()) == []
