@@ -128,7 +128,7 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
     def torch_way() -> Any:
         return drafting._slot_by_slot(
             drafter, hidden, base_logits, anchors, draw if temperature else None,
-            do_sample=bool(temperature), generator=None,
+            state=None, do_sample=bool(temperature), generator=None,
         )  # fmt: skip
 
     def fused_way() -> Any:
