@@ -32,8 +32,9 @@ from benchmarks.measure import (
     pooled_run,
     warm_up,
 )
-from benchmarks.pair import HelpFormatter, Pair, add_pair_options, load_pair, methods_of, positive_int, target_label
+from benchmarks.pair import Pair, add_pair_options, load_pair, methods_of, positive_int, target_label
 from benchmarks.report import by_position, markdown_table, verdict
+from training.commands import HelpFormatter
 
 
 PROMPTS = (

@@ -18,11 +18,12 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.packed import exit_status
-from benchmarks.pair import DEFAULT_DRAFTER, HelpFormatter, check_drafter, describe_drafter, positive_int
+from benchmarks.pair import DEFAULT_DRAFTER, check_drafter, describe_drafter, positive_int
 from benchmarks.report import markdown_table, write_json
 from benchmarks.study import evaluation_sets, measure, num_answers
 from benchmarks.work import check_work
 from modeling_dspark import DSparkModel
+from training.commands import HelpFormatter
 from training.regenerate import read_jsonl, write_atomically
 from training.resuming import last_whole_checkpoint
 from training.targets import EMBEDDED_TARGET, load_target

@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
 from benchmarks.measure import first_difference, left_padded, timed_call
-from benchmarks.pair import HelpFormatter, Pair, add_pair_options, describe_drafter, load_pair, positive_int
+from benchmarks.pair import Pair, add_pair_options, describe_drafter, load_pair, positive_int
 from benchmarks.report import write_json
+from training.commands import HelpFormatter
 from training.regenerate import read_jsonl
 
 

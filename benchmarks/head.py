@@ -26,8 +26,9 @@ from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
 from benchmarks.packed import code_of, exit_status
-from benchmarks.pair import DEFAULT_DRAFTER, DTYPES, HelpFormatter, check_drafter, positive_int
+from benchmarks.pair import DEFAULT_DRAFTER, DTYPES, check_drafter, positive_int
 from benchmarks.report import markdown_table, write_json
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

@@ -26,8 +26,9 @@ from tqdm.auto import tqdm
 from benchmarks.environment import environment
 from benchmarks.measure import left_padded
 from benchmarks.packed import add_packed_options, code_of, exit_status
-from benchmarks.pair import HelpFormatter, Pair, describe_drafter, load_pair, load_prompts, positive_int, target_label
+from benchmarks.pair import Pair, describe_drafter, load_pair, load_prompts, positive_int, target_label
 from benchmarks.report import markdown_table, write_json
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

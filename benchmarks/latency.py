@@ -29,7 +29,6 @@ from benchmarks.measure import (
     warm_up,
 )
 from benchmarks.pair import (
-    HelpFormatter,
     Pair,
     add_pair_options,
     describe_drafter,
@@ -42,6 +41,7 @@ from benchmarks.pair import (
 )
 from benchmarks.report import latency_tables, write_json
 from benchmarks.summary import DEFINITIONS, summarize_section, summarize_set
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

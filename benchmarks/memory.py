@@ -26,7 +26,6 @@ from benchmarks.environment import REPOSITORY, environment
 from benchmarks.measure import left_padded
 from benchmarks.packed import exit_status
 from benchmarks.pair import (
-    HelpFormatter,
     add_pair_options,
     describe_drafter,
     drafting_arguments,
@@ -37,6 +36,7 @@ from benchmarks.pair import (
     target_label,
 )
 from benchmarks.report import markdown_table, write_json
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

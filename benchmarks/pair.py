@@ -36,13 +36,6 @@ class Pair:
         return prompt_ids(self.tokenizer, record)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and a description as it was written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def positive_int(text: str) -> int:
     """An argparse type: an integer of at least 1."""
     value = int(text)
@@ -199,7 +192,6 @@ def describe_drafter(drafter: PreTrainedModel, name_or_path: str) -> dict[str, A
 
 __all__ = [
     "DEFAULT_DRAFTER",
-    "HelpFormatter",
     "Pair",
     "add_model_options",
     "add_pair_options",

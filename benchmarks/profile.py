@@ -17,8 +17,9 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.packed import add_packed_options, exit_status, require_matplotlib
-from benchmarks.pair import HelpFormatter, load_pair
+from benchmarks.pair import load_pair
 from benchmarks.report import markdown_table, write_json
+from training.commands import HelpFormatter
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:

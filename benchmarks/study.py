@@ -24,12 +24,13 @@ from tqdm.auto import tqdm
 
 from benchmarks.environment import environment
 from benchmarks.packed import exit_status, require_matplotlib
-from benchmarks.pair import HelpFormatter, positive_int
+from benchmarks.pair import positive_int
 from benchmarks.report import write_json
 from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from benchmarks.study_report import COMPARED, OURS, plot_study, study_tables
 from benchmarks.work import check_work
 from modeling_dspark import RunStatistics
+from training.commands import HelpFormatter
 from training.data import Conversation
 from training.evaluation_runs import read_sets
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically

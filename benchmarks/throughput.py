@@ -39,7 +39,6 @@ from benchmarks.environment import environment
 from benchmarks.packed import add_packed_options, require_matplotlib
 from benchmarks.pair import (
     DEFAULT_DRAFTER,
-    HelpFormatter,
     Pair,
     describe_drafter,
     load_pair,
@@ -50,6 +49,7 @@ from benchmarks.pair import (
 from benchmarks.references import TRANSFORMERS, start_references
 from benchmarks.report import write_json
 from benchmarks.throughput_summary import DEFINITIONS, level_table, summarize_level
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

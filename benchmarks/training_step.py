@@ -25,9 +25,10 @@ from tqdm.auto import tqdm
 from benchmarks.environment import REPOSITORY, environment
 from benchmarks.memory import resident, settle
 from benchmarks.packed import exit_status
-from benchmarks.pair import HelpFormatter, positive_int
+from benchmarks.pair import positive_int
 from benchmarks.report import markdown_table, write_json
 from benchmarks.training_cases import NAIVE, OURS, WAYS, LossCase, StepCase
+from training.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

@@ -9,6 +9,7 @@ from typing import Any
 
 from hub_upload.claims import Claims, claims_of_card, claims_of_report, contradictions
 from hub_upload.contents import REQUIRED, foreign_files
+from hub_upload.manifest import MANIFEST, read_manifest
 from hub_upload.package import AUTO_MAP, custom_generate_file, remote_code_files
 from hub_upload.push import PackageFile
 from hub_upload.scan import scan
@@ -18,7 +19,6 @@ from training.features import fingerprint
 
 
 OK, FAIL, OPEN = "ok", "FAIL", "open"
-MANIFEST = "files.json"
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,14 @@ def check_files(files: dict[str, PackageFile]) -> Check:
     return Check.of("files", problems, f"{len(files)}, all of a package; no pickles, no secrets")
 
 
-def check_manifest(files: dict[str, PackageFile]) -> Check:
+def check_manifest(folder: Path, files: dict[str, PackageFile]) -> Check:
     """Every file is the one that was packaged."""
     if MANIFEST not in files:
         return Check("manifest", OPEN, f"there is no {MANIFEST} with the hashes of what was packaged")
     try:
-        written = json.loads(files[MANIFEST].path.read_text(encoding="utf-8"))["files"]
-        expected = {name: each["sha256"] for name, each in written.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Check("manifest", FAIL, f"{MANIFEST} cannot be read: {error!r}")
+        expected = read_manifest(folder)
+    except ValueError as error:
+        return Check("manifest", FAIL, str(error))
     found = {name: file.oids[1] for name, file in files.items() if name not in (MANIFEST, ".gitattributes")}
     changed = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     return Check.of("manifest", [f"{name} is not as packaged" for name in changed], f"{len(found)} files as packaged")
@@ -155,7 +154,7 @@ def static_checks(
     yield first, None
     if any(name not in files for name in REQUIRED):
         return
-    yield check_manifest(files), None
+    yield check_manifest(folder, files), None
     yield check_code(folder, files, accepted_code), None
     yield check_weights(folder, files, report), None
     yield check_card(folder, report)

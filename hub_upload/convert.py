@@ -99,7 +99,7 @@ def convert(
 def check_before(plan: Plan, target: Path, *, overwrite: bool) -> None:
     """Refuse a folder that may not be written, before anything is."""
     inputs = [Path(plan.source)] if Path(plan.source).exists() else []
-    check_output(target, _WRITTEN, overwrite=overwrite, inputs=inputs)
+    check_output(target, _WRITTEN.__contains__, overwrite=overwrite, inputs=inputs)
 
 
 def _learn(checkpoint: Checkpoint, target: Target) -> list[str]:

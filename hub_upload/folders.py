@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 
-def check_output(target: Path, written: Collection[str], *, overwrite: bool, inputs: Collection[Path] = ()) -> None:
+def check_output(
+    target: Path, is_ours: Callable[[str], bool], *, overwrite: bool, inputs: Collection[Path] = ()
+) -> None:
     """Refuse a folder that may not be written.
 
     Args:
         target (`Path`): Folder to make.
-        written (collection of `str`): Names that may be in an earlier one.
+        is_ours (callable): Whether a file of this name, relative to the folder and with `/`, may be in an earlier one.
         overwrite (`bool`): Whether an earlier one may be replaced.
         inputs (collection of `Path`): Folders that are read.
 
@@ -34,7 +36,8 @@ def check_output(target: Path, written: Collection[str], *, overwrite: bool, inp
         raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier one, or another folder.")
     if not target.is_dir() or not (target / "config.json").is_file():
         raise ValueError(f"`{target}` exists and was not written by this command, so it is not replaced.")
-    foreign = sorted(path.name for path in target.iterdir() if path.name not in written)
+    paths = [path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()]
+    foreign = sorted(path for path in paths if not is_ours(path))
     if foreign:
         raise ValueError(
             f"`{target}` holds files that this command does not write ({foreign[:5]}), so it is not replaced."

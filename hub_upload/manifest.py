@@ -25,24 +25,21 @@ def write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest(folder), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def changed_files(folder: Path) -> list[str]:
-    """Files that are missing, unexpected or other than the manifest of the folder says; sorted.
+def read_manifest(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file by name, as the manifest of a folder has it.
 
     Raises:
-        ValueError: if the folder has no manifest that can be read.
+        ValueError: if it cannot be read.
     """
     path = folder / MANIFEST
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
-        expected = written["files"] if written["format"] == FORMAT else None
-    except FileNotFoundError:
-        raise ValueError(f"`{folder}` has no `{MANIFEST}`, so its files cannot be checked.") from None
-    except (ValueError, KeyError, TypeError) as error:
+        files = {name: each["sha256"] for name, each in written["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"`{path}` is no manifest: {error!r}.") from error
-    if not isinstance(expected, dict):
+    if written.get("format") != FORMAT:
         raise ValueError(f"`{path}` is no manifest of format {FORMAT}.")
-    found = manifest(folder)["files"]
-    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    return files
 
 
-__all__ = ["FORMAT", "MANIFEST", "changed_files", "manifest", "write_manifest"]
+__all__ = ["FORMAT", "MANIFEST", "manifest", "read_manifest", "write_manifest"]

@@ -6,7 +6,6 @@ inputs. This module talks to no network.
 
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,12 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import modeling_dspark
 from hub_upload.card import CARD, card_files, check_card
 from hub_upload.card_inputs import WEIGHTS
+from hub_upload.contents import is_package_file
 from hub_upload.facts import FACTS_FILE
-from hub_upload.manifest import MANIFEST, write_manifest
-from hub_upload.package_checks import check_output, checked_config
-from hub_upload.private import check_text
+from hub_upload.folders import check_output, write_folder
+from hub_upload.manifest import write_manifest
+from hub_upload.package_checks import checked_config
+from hub_upload.scan import check_text
 from modeling_dspark import CostProfile
 
 
@@ -28,7 +29,6 @@ AUTO_MAP = {"AutoConfig": "configuration_dspark.DSparkConfig", "AutoModel": "mod
 COSTS = "cost_profile.json"
 _CALIBRATION = "calibration.json"  # temperatures and what they are worth, in SGLang's form
 _SHIM = "custom_generate/generate.py"
-_OF_CARD = ("images/acceptance*.png", ".eval_results/*.yaml")
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,6 @@ def remote_code_files() -> list[Path]:
 def custom_generate_file() -> Path:
     """The shim that makes `custom_generate="org/repo"` work."""
     return Path(modeling_dspark.__file__).parent / "custom_generate" / "generate.py"
-
-
-def patterns() -> list[str]:
-    """Patterns of the paths that a package may hold."""
-    files = ["config.json", WEIGHTS, CARD, _CALIBRATION, COSTS, MANIFEST, _SHIM, *_OF_CARD]
-    return files + [path.name for path in remote_code_files()]
 
 
 def package(
@@ -91,23 +85,11 @@ def package(
         ValueError: if a file is missing or broken, holds what is private, or `output` exists and may not be replaced.
     """
     source, target = Path(drafter), Path(output)
-    check_output(source, target, overwrite=overwrite, patterns=patterns())
+    check_output(target, is_package_file, overwrite=overwrite, inputs=[source])
     contents = _contents(
         source, reports=reports, cost_profile=cost_profile, target_name=target_name, with_card=with_card
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    workspace = Path(tempfile.mkdtemp(prefix=".package-", dir=target.parent))
-    new, old = workspace / "new", workspace / "old"
-    try:
-        _write(new, contents)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-    finally:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(workspace, ignore_errors=True)
-    return sorted(path for path in target.rglob("*") if path.is_file())
+    return write_folder(target, lambda folder: _write(folder, contents))
 
 
 def planned(
@@ -159,7 +141,6 @@ def _contents(
 
 def _write(folder: Path, contents: _Contents) -> None:
     """Write all files, with modes that do not depend on the user's, and the manifest at the end."""
-    folder.mkdir()
     for name, content in contents.made.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -185,4 +166,4 @@ def _json(content: dict[str, Any], *, sort: bool = False) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=sort) + "\n").encode()
 
 
-__all__ = ["AUTO_MAP", "COSTS", "package", "patterns", "planned", "remote_code_files"]
+__all__ = ["AUTO_MAP", "COSTS", "package", "planned", "remote_code_files"]

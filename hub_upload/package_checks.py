@@ -1,8 +1,8 @@
-"""What `package` checks before it writes: that the drafter can be published, and that the output is free."""
+"""What `package` checks before it writes: that the drafter can be published."""
 
 import json
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from safetensors import SafetensorError, safe_open
 from hub_upload.card import CARD
 from hub_upload.card_inputs import WEIGHTS
 from hub_upload.facts import FACTS_FILE
-from hub_upload.private import check_text, local_paths
+from hub_upload.scan import check_text
 from modeling_dspark import DSparkConfig
+
+
+_LOCAL = re.compile(r"^(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|file:)")
 
 
 def checked_config(source: Path, target_name: str | None, *, with_card: bool = True) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
 
 
 def _check_private(source: Path, config: dict[str, Any], *, is_named: bool) -> None:
-    found = dict(local_paths(config))
+    found = dict(_local_paths(config))
     target = config.get("target_name_or_path")
     if isinstance(target, str) and not is_named and Path(target).is_dir():  # `runs/target` reads like a Hub id
         found["target_name_or_path"] = target
@@ -76,36 +79,23 @@ def _check_private(source: Path, config: dict[str, Any], *, is_named: bool) -> N
         )
 
 
-def check_output(source: Path, target: Path, *, overwrite: bool, patterns: Sequence[str]) -> None:
-    """Refuse an output that is not free, unless it is an earlier package and may be replaced.
-
-    Args:
-        source (`Path`): The drafter's folder.
-        target (`Path`): The output.
-        overwrite (`bool`): Whether an earlier package may be replaced.
-        patterns (`Sequence[str]`): Of the paths that a package may hold.
-
-    Raises:
-        ValueError: says why, and what to do.
-    """
-    inside, outside = source.resolve(), target.resolve()
-    if inside == outside or inside in outside.parents or outside in inside.parents:
-        raise ValueError(
-            f"`output` (`{target}`) is the drafter folder itself, or one lies inside the other (`{source}`); choose another "
-            "folder."
-        )
-    if target.is_symlink():
-        raise ValueError(f"`{target}` is a symbolic link; give the folder itself.")
-    if not target.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier package, or another folder.")
-    if not target.is_dir() or not (target / "config.json").is_file():
-        raise ValueError(f"`{target}` exists and is not an earlier package, so it is not replaced.")
-    paths = [path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()]
-    foreign = sorted(path for path in paths if not any(fnmatchcase(path, pattern) for pattern in patterns))
-    if foreign:
-        raise ValueError(f"`{target}` holds files that no package has ({foreign[:5]}), so it is not replaced.")
+def _local_paths(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a config whose value is a path on this machine, at any depth, with the value."""
+    for name, value in config.items():
+        for path, text in _texts(name, value):
+            if _LOCAL.match(text) or (path.endswith("_name_or_path") and text.count("/") > 1):
+                yield path, text
 
 
-__all__ = ["check_output", "checked_config"]
+def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(f"{path}.{name}", inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _texts(f"{path}.{index}", inner)
+
+
+__all__ = ["checked_config"]

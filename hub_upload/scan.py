@@ -62,6 +62,16 @@ def is_pickle(data: bytes) -> bool:
         return False
 
 
+def check_text(name: str, text: str) -> None:
+    """Refuse a text with a secret or a path of this machine.
+
+    Raises:
+        ValueError: names the file, the line and what was found.
+    """
+    if found := _scan_content(text.encode(), name):
+        raise ValueError(f"{'; '.join(found)}: this would be published; remove it.")
+
+
 def _scan_weights(path: Path, name: str) -> list[str]:
     try:
         with safe_open(path, framework="np") as weights:
@@ -80,4 +90,4 @@ def _scan_content(data: bytes, name: str) -> list[str]:
     return [f"{name}:{line}: {kind}" for line, kind in lines]
 
 
-__all__ = ["is_pickle", "scan"]
+__all__ = ["check_text", "is_pickle", "scan"]

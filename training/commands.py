@@ -8,7 +8,10 @@ from safetensors import SafetensorError
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults of the arguments, and the description as it is written."""
+    """Defaults of the arguments that have one, and the description as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def exit_status(run: Callable[[], object], *, when_interrupted: str | None = None) -> int:

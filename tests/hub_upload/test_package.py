@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.manifest import changed_files
+from hub_upload.manifest import read_manifest
 from hub_upload.package import AUTO_MAP, package, planned, remote_code_files
 from tests.builders import tiny_drafter, tiny_target
 
@@ -67,15 +67,11 @@ def test_the_manifest_has_every_other_file(source, tmp_path):
     for name, path in names.items():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         assert listed[name] == {"sha256": digest, "size": path.stat().st_size}
-    assert changed_files(tmp_path / "out") == []
-    with (tmp_path / "out" / "heads_dspark.py").open("a") as file:
-        file.write("# changed\n")
-    (tmp_path / "out" / "extra.bin").write_bytes(b"")
-    (tmp_path / "out" / "README.md").unlink()
-    assert changed_files(tmp_path / "out") == ["README.md", "extra.bin", "heads_dspark.py"]
-    (tmp_path / "out" / "files.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"no manifest"):
-        changed_files(tmp_path / "out")
+    assert read_manifest(tmp_path / "out") == {name: entry["sha256"] for name, entry in listed.items()}
+    for text in ("[]", '{"files": {}, "format": 2}', "{"):
+        (tmp_path / "out" / "files.json").write_text(text)
+        with pytest.raises(ValueError, match=r"no manifest"):
+            read_manifest(tmp_path / "out")
 
 
 def set_config(folder, **fields):
@@ -114,9 +110,9 @@ def test_traces_of_this_machine_are_refused(source, tmp_path, fields):
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("README.md", "See /home/someone/notes.txt", "local path"),
-        ("README.md", "token hf_" + "a1" * 17, "access token"),
-        ("calibration.json", '{"dataset": "/tmp/prompts.jsonl"}', "local path"),
+        ("README.md", "See /home/someone/notes.txt", "a path of this machine"),
+        ("README.md", "token hf_" + "a1" * 17, "a Hugging Face token"),
+        ("calibration.json", '{"dataset": "/tmp/prompts.jsonl"}', "a path of this machine"),
     ],
 )
 def test_texts_with_paths_or_tokens_are_refused(source, tmp_path, name, text, match):
@@ -166,10 +162,10 @@ def test_overwrite(source, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="not an earlier package"):
+    with pytest.raises(ValueError, match="not written by this command"):
         package(source, precious, overwrite=True)
     assert (precious / "thesis.txt").exists()
-    with pytest.raises(ValueError, match="drafter folder itself"):
+    with pytest.raises(ValueError, match="a folder that is read"):
         package(source, source, overwrite=True)
 
 
