@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
 from hub_upload.convert import convert, plan_conversion
+from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
@@ -130,6 +131,27 @@ def test_a_draft_vocabulary_beyond_the_targets(tmp_path):
         plan_conversion(str(tmp_path), "dspark")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop("norm.weight"), "missing: norm.weight"),
+        (lambda weights: weights.update({"optimizer": torch.zeros(2)}), "unexpected: optimizer"),
+        (lambda weights: weights["norm.weight"].fill_(float("nan")), r"in `norm\.weight` that are no numbers"),
+    ],
+)
+def test_what_would_not_load_is_not_packaged(tmp_path, change, said):
+    drafter = tiny_drafter(tiny_target("qwen3"))
+    drafter.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").write_text("A card.")
+    package(tmp_path / "drafter", tmp_path / "package")
+    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "drafter" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        package(tmp_path / "drafter", tmp_path / "package", overwrite=True)
+    assert DSparkModel.from_pretrained(tmp_path / "package")
+
+
 def test_the_target_is_not_replaced(folder, tmp_path):
     """It has the files that a conversion writes, and no others."""
     target = tmp_path / "target"
@@ -140,5 +162,6 @@ def test_the_target_is_not_replaced(folder, tmp_path):
         convert(plan_conversion(str(folder), "deepspec", target=str(target)), target, overwrite=True)
     command = ["convert", str(folder), str(target), "--to", "dspark", "--overwrite"]
     result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2 and "not written by this" in " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert "not written by this" in " ".join(result.output.split())
     assert (target / "model.safetensors").read_bytes() == (FIXTURES / "target_qwen3/model.safetensors").read_bytes()
