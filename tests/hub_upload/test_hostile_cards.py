@@ -5,9 +5,11 @@ import re
 
 import pytest
 
-from hub_upload import verify_command
+from hub_upload import verify, verify_command
 from hub_upload.card import card_files, write_card
 from hub_upload.checks import Check, Report, check_card, check_weights, read_package
+from hub_upload.subject import Subject
+from tests.conftest import FIXTURES
 from tests.hub_upload.card_case import evaluation, make_drafter
 
 
@@ -155,3 +157,15 @@ def test_a_finding_is_one_row(monkeypatch, capsys):
         "",
         "FAILED: files",
     ]
+
+
+def test_a_probe_that_speaks_for_verify(tmp_path, monkeypatch, capfd):
+    """What the drafter's code prints is not taken for the verdict, and an answer of a process that failed for none."""
+    script = tmp_path / "script.py"
+    script.write_text("open('answer.json', 'w').write('{}')\nprint('passed')\nraise SystemExit(3)\n")
+    monkeypatch.setattr(verify.verify_probe, "__file__", str(script))
+    (tmp_path / "probe").mkdir()
+    subject = Subject(tmp_path, "x", None, Check("revision", "ok", ""))
+    answer = verify._probe(tmp_path / "probe", subject, verify.Settings(str(FIXTURES / "target_qwen3")), [])
+    assert "status 3" in answer["error"]
+    assert capfd.readouterr() == ("", "passed\n")
