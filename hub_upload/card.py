@@ -23,6 +23,9 @@ from training.files import write_atomically
 CARD = "README.md"
 MARK = "<!-- Made by `python -m hub_upload card`"
 _FILTERS = ("capitalize", "trim", "wordwrap")  # which make no other number of one
+_QUOTING = tuple(
+    getattr(jinja2.nodes, name) for name in ("Output", "TemplateData", "Call", "Getattr", "Name", "Const", "Filter")
+)
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
 
@@ -133,17 +136,29 @@ def _body(inputs: CardInputs, plots: Sequence[str], *, blank: bool) -> str:
     environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters = {name: environment.filters[name] for name in _FILTERS}
 
-    def fill(name: str, text: str, **more: Any) -> str:
+    def fill(name: str, text: str, *, only_quotes: bool = True, **more: Any) -> str:
         try:
+            if only_quotes:
+                _check_prose(environment.parse(text))
             return environment.from_string(text).render(**values, **more).strip()
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
             raise ValueError(f"`{name}` of the card cannot be filled in: {error}.") from error
 
     prose = {name: fill(name, facts[name]) for name in ("summary", "thinking")}
     prose["training"] = fill("training", facts["training"], stated=shown(stated(inputs.facts)))
     limits = [fill("limits", limit) for limit in facts["limits"]]
     plots = [BLANK for _ in plots] if blank else plots
-    return fill("template", _TEMPLATE.read_text(encoding="utf-8"), facts=facts, plots=plots, limits=limits, **prose)
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return fill("template", template, only_quotes=False, facts=facts, plots=plots, limits=limits, **prose)
+
+
+def _check_prose(tree: jinja2.nodes.Template) -> None:
+    """Refuse all but quotations: what branches could say another thing when sources are blank, and what counts is endless."""
+    for node in tree.find_all(jinja2.nodes.Node):
+        if not isinstance(node, _QUOTING):
+            raise jinja2.TemplateError(
+                f"it may have `{{{{ SOURCE.quote(...) }}}}` in it, and nothing else of Jinja (`{type(node).__name__}`)"
+            )
 
 
 def _plot(report: dict[str, Any]) -> bytes:

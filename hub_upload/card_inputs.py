@@ -88,6 +88,8 @@ class _CheckedReports:
             report = EvalReport.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"`{path}` is no report that can be quoted: {error}") from error
+        if not report.sets:
+            raise ValueError(f"`{path}` has no set of prompts.")
         found = report.drafter.get("fingerprint")
         self._check(path, found, self._fingerprint(report.settings.get("dtype", "float32")))
         self.evaluations.append(source)

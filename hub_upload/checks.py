@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hub_upload.claims import Claims, claims_of_card, claims_of_report, contradictions
 from hub_upload.contents import REQUIRED, foreign_files
 from hub_upload.manifest import MANIFEST, read_manifest
@@ -100,7 +102,7 @@ def check_code(folder: Path, files: dict[str, PackageFile], accepted: str | None
     problems += [f"{name} is not of this project" for name in sorted(code.keys() - installed.keys())]
     same = installed.keys() & code.keys()
     problems += [f"{n} differs" for n in sorted(same) if PackageFile.read(installed[n], n).oids[1] != code[n]]
-    if _config(folder).get("auto_map") != AUTO_MAP:
+    if _json(folder / "config.json").get("auto_map") != AUTO_MAP:
         problems.append("`auto_map` of config.json names other code")
     if problems and accepted == digest:
         return Check("code", OK, f"not the installed project's, accepted by --accept-code {digest}")
@@ -111,10 +113,10 @@ def check_code(folder: Path, files: dict[str, PackageFile], accepted: str | None
 def check_weights(folder: Path, files: dict[str, PackageFile], report: Report | None) -> Check:
     """The weights and temperatures are those that calibration and report are about."""
     problems, against = [], []
-    config = _config(folder)
+    config = _json(folder / "config.json")
     if "calibration.json" in files:
         against.append("calibration.json")
-        temperatures = json.loads(files["calibration.json"].path.read_text(encoding="utf-8")).get("temperatures")
+        temperatures = _json(folder / "calibration.json").get("temperatures")
         if temperatures != config.get("confidence_temperatures"):
             problems.append("config.json and calibration.json have different temperatures")
     if report is not None:
@@ -136,7 +138,7 @@ def check_card(folder: Path, report: Report | None) -> tuple[Check, Claims | Non
     try:
         card = claims_of_card(folder)
         problems = contradictions(folder, card, stated) if card is not None else []
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         return Check("card", FAIL, f"cannot be read: {error}"), stated
     if card is None:
         return Check("card", OPEN, "has no table of greedy results in the form of `hub_upload card`"), stated
@@ -160,12 +162,12 @@ def static_checks(
     yield check_card(folder, report)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _fingerprint(folder: Path, report: Report) -> str:

@@ -4,6 +4,7 @@ A card says the same number in several places; where they differ, one of them is
 of the table has to be what its other rows add up to.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard
 
+from hub_upload.quotes import slug
 from training.evaluation_report import POOLED, EvalReport, SetReport
 
 
 ROUNDING = 0.005  # half of the last digit that the table shows
 _GREEDY = re.compile(r"^#+ Greedy\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
+_LINES = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
+_CELL_END = re.compile(r"(?<!\\)\|")
 _COLUMNS = ("set", "prompts", "rounds", "accepted length", "acceptance by slot")
 
 
@@ -84,13 +88,26 @@ def _of_set(part: SetReport) -> Claim:
 
 
 def _table(text: str) -> dict[str, dict[str, str]]:
-    """Rows of the first table with the columns of claims, by their first cell."""
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    """Rows of the table with the columns of claims, by their first cell."""
+    tables = [
+        [
+            [cell.strip().replace("\\|", "|") for cell in _CELL_END.split(line.strip()[1:-1])]
+            for line in lines.splitlines()
+        ]
+        for lines in _LINES.findall(text)
     ]
-    if not rows or not set(_COLUMNS) <= set(rows[0]):
+    tables = [rows for rows in tables if set(_COLUMNS) <= set(rows[0])]
+    if not tables:
         return {}
-    return {row[0]: dict(zip(rows[0], row, strict=False)) for row in rows[2:] if len(row) == len(rows[0])}
+    if len(tables) > 1:
+        raise ValueError(f"`README.md` has {len(tables)} tables of accepted lengths under `Greedy`.")
+    rows = tables[0]
+    names = [row[0] for row in rows[2:]]
+    if wrong := sorted({row[0] for row in rows[2:] if len(row) != len(rows[0]) or names.count(row[0]) > 1}):
+        raise ValueError(
+            f"`README.md`: rows {wrong} of the table under `Greedy` are there twice, or of other columns."
+        )
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
 
 
 def _claim(name: str, row: dict[str, str]) -> Claim:
@@ -98,8 +115,10 @@ def _claim(name: str, row: dict[str, str]) -> Claim:
         counts = [int(row[column].replace(",", "")) for column in ("prompts", "rounds")]
         acceptance = tuple(None if cell == "-" else float(cell) for cell in row["acceptance by slot"].split())
         length = float(row["accepted length"])
-        if length < 1:
+        if not 1 <= length < math.inf:
             raise ValueError(f"an accepted length is at least 1, got {length}")
+        if min(counts) < 1 or not all(share is None or 0 <= share <= 1 for share in acceptance):
+            raise ValueError(f"counts are at least 1 and acceptance lies in [0, 1], got {counts} and {acceptance}")
         return Claim(counts[0], counts[1], length, acceptance)
     except ValueError as error:
         raise ValueError(
@@ -121,7 +140,7 @@ def _sums(card: Claims) -> Iterator[str]:
 
 
 def _metadata(folder: Path, card: Claims) -> Iterator[str]:
-    known = {_key(name): claim.accepted_length for name, claim in card.sets.items()}
+    known = {slug(name): claim.accepted_length for name, claim in card.sets.items()}
     results = ModelCard.load(folder / "README.md").data.eval_results or []
     values = [
         ("model-index", result.dataset_config or result.dataset_name, result.metric_value)
@@ -133,10 +152,10 @@ def _metadata(folder: Path, card: Claims) -> Iterator[str]:
             if "accepted length" in (notes := entry.get("notes", "")) and "greedy" in notes:
                 values.append((path.name, entry["dataset"]["task_id"], entry["value"]))
     for source, name, value in values:
-        stated = known.get(_key(str(name)))
+        stated = known.get(slug(str(name)))
         if stated is None:
             yield f"{source} has a set `{name}` that the table has not"
-        elif not isinstance(value, int | float) or abs(value - stated) > ROUNDING + 1e-9:
+        elif not isinstance(value, int | float) or not abs(value - stated) <= ROUNDING + 1e-9:
             yield f"{source} says {value} for `{name}`, the table {stated}"
 
 
@@ -152,10 +171,6 @@ def _differences(card: Claims, report: Claims) -> Iterator[str]:
         for stated, measured in shares:
             if stated != measured and (stated is None or measured is None or abs(stated - measured) > ROUNDING + 1e-9):
                 yield f"`{name}` says {stated}, the report {measured if measured is None else round(measured, 3)}"
-
-
-def _key(name: str) -> str:
-    return re.sub(r"\W+", "_", name).lower()
 
 
 __all__ = ["ROUNDING", "Claim", "Claims", "claims_of_card", "claims_of_report", "contradictions"]

@@ -10,6 +10,7 @@ from hub_upload.folders import check_output, write_folder
 from hub_upload.sources import CALIBRATION, Checkpoint, Target, check_copies, open_checkpoint, open_target
 from hub_upload.streaming import Piece, write_safetensors
 from hub_upload.writers import WRITERS
+from modeling_dspark.tensor_files_dspark import StoredTensor
 
 
 _WRITTEN = ("config.json", "model.safetensors", CALIBRATION)
@@ -27,6 +28,7 @@ class Plan:
         pieces (`list[Piece]`): Its tensors.
         calibration (`bytes`, *optional*): Its `calibration.json`, in SGLang's form.
         notes (`list[str]`): What the user should know.
+        read (`list[Path]`): Folders of this machine that are read.
     """
 
     source: str
@@ -36,6 +38,7 @@ class Plan:
     pieces: list[Piece]
     calibration: bytes | None
     notes: list[str]
+    read: list[Path]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +67,8 @@ def plan_conversion(source: str, to: str, *, target: str | None = None) -> Plan:
         notes.append("The copies of the target's embedding and LM head were not compared with it (`--target` does).")
     draft = WRITERS[to](checkpoint, opened)
     calibration = _calibration(checkpoint, to)
-    return Plan(source, checkpoint.kind, to, draft.config, draft.pieces, calibration, notes + draft.notes)
+    read = sorted({piece.path.parent for piece in (*checkpoint.tensors.values(), *_matrices(opened))})
+    return Plan(source, checkpoint.kind, to, draft.config, draft.pieces, calibration, notes + draft.notes, read)
 
 
 def convert(
@@ -98,8 +102,11 @@ def convert(
 
 def check_before(plan: Plan, target: Path, *, overwrite: bool) -> None:
     """Refuse a folder that may not be written, before anything is."""
-    inputs = [Path(plan.source)] if Path(plan.source).exists() else []
-    check_output(target, _WRITTEN.__contains__, overwrite=overwrite, inputs=inputs)
+    check_output(target, _WRITTEN.__contains__, overwrite=overwrite, inputs=plan.read)
+
+
+def _matrices(target: Target | None) -> list[StoredTensor]:
+    return [] if target is None else [target.embedding, target.head]
 
 
 def _learn(checkpoint: Checkpoint, target: Target) -> list[str]:

@@ -1,6 +1,7 @@
 """What a card says that no report can: names, licence, training, limits. The author's facts file, checked when read."""
 
 import re
+import reprlib  # an alias of an alias of YAML is long when written out
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,12 @@ class Facts:
     def _check(self, name: str, value: Any) -> None:
         if name == "stated":
             if not isinstance(value, dict):
-                raise ValueError(f"`stated` must be a mapping of names to numbers, got {value!r}.")
+                raise ValueError(f"`stated` must be a mapping of names to numbers, got {reprlib.repr(value)}.")
             return
         parts = value if name in _LISTS else (value,)
         if not isinstance(parts, tuple) or not all(isinstance(part, str) for part in parts):
             kind = "a list of texts" if name in _LISTS else "a text"
-            raise ValueError(f"`{name}` must be {kind}, got {value!r}.")
+            raise ValueError(f"`{name}` must be {kind}, got {reprlib.repr(value)}.")
         if name in _REQUIRED and not value.strip():
             raise ValueError(f"`{name}` must not be empty.")
         if any("```" in part for part in parts):
@@ -99,7 +100,7 @@ def read_facts(path: Path) -> Facts:
     data = source.data
     if not isinstance(data, dict):
         raise ValueError(f"`{path}` must be a mapping of fields; {_GUIDE}.")
-    missing, unknown = [name for name in _REQUIRED if name not in data], sorted(set(data) - known)
+    missing, unknown = [name for name in _REQUIRED if name not in data], sorted(set(data) - known, key=str)
     if missing or unknown:
         raise ValueError(f"`{path}` lacks {missing} and has unknown fields {unknown}; {_GUIDE}.")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}

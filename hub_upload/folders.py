@@ -5,6 +5,9 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from modeling_dspark.checkpoints_dspark import read_config
+from modeling_dspark.formats_dspark import detect
+
 
 def check_output(
     target: Path, is_ours: Callable[[str], bool], *, overwrite: bool, inputs: Collection[Path] = ()
@@ -34,7 +37,7 @@ def check_output(
         return
     if not overwrite:
         raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier one, or another folder.")
-    if not target.is_dir() or not (target / "config.json").is_file():
+    if not target.is_dir() or not _is_drafter(target):
         raise ValueError(f"`{target}` exists and was not written by this command, so it is not replaced.")
     paths = [path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()]
     foreign = sorted(path for path in paths if not is_ours(path))
@@ -42,6 +45,15 @@ def check_output(
         raise ValueError(
             f"`{target}` holds files that this command does not write ({foreign[:5]}), so it is not replaced."
         )
+
+
+def _is_drafter(folder: Path) -> bool:
+    """Whether the config of a folder is a drafter's: other models have files of the same names."""
+    try:
+        detect(read_config(folder), {}, str(folder))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> list[Path]:

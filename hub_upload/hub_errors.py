@@ -25,6 +25,7 @@ HTTPError: type[Exception] = HfHubHTTPError.__mro__[1]
 HUB_ERRORS = (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, HFValidationError)
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
+GARBLED = (KeyError, TypeError, AttributeError)  # what huggingface_hub raises if an answer is not what it reads
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _BY_STATUS = {
@@ -77,12 +78,25 @@ def patiently(call: Callable[[], Result]) -> Result:
     for wait in WAITS:
         try:
             return call()
+        except GARBLED as error:
+            raise garbled(error) from error
         except (HTTPError, json.JSONDecodeError) as error:
             if not is_transient(error):
                 raise
             announce(error, wait)
         time.sleep(wait)
-    return call()
+    try:
+        return call()
+    except (*GARBLED, json.JSONDecodeError) as error:
+        raise garbled(error) from error
+
+
+def garbled(error: Exception) -> ValueError:
+    """What to raise for an answer that is none of the Hub's."""
+    return ValueError(
+        f"{constants.ENDPOINT} answers, but not as the Hub does ({type(error).__name__}: {_first_line(error)}); check "
+        "HF_ENDPOINT, and whether a proxy or a login page is in between"
+    )
 
 
 def announce(error: Exception, wait: float) -> None:
@@ -101,4 +115,14 @@ def _first_line(error: object) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-__all__ = ["HUB_ERRORS", "WAITS", "HTTPError", "announce", "explain", "is_transient", "patiently"]
+__all__ = [
+    "GARBLED",
+    "HUB_ERRORS",
+    "WAITS",
+    "HTTPError",
+    "announce",
+    "explain",
+    "garbled",
+    "is_transient",
+    "patiently",
+]

@@ -133,7 +133,7 @@ def _contents(
         made[COSTS] = _json(CostProfile.load(cost_profile).to_sglang(config["block_size"]))
     for name, content in made.items():
         if not name.endswith(".png"):
-            check_text(str(source / name), content.decode(errors="replace"))
+            check_text(str(source / name), _text(source / name, content))
     code = {path.name: path for path in remote_code_files()}
     code[_SHIM] = custom_generate_file()
     return _Contents(made, {WEIGHTS: source / WEIGHTS} | code)
@@ -160,6 +160,13 @@ def _card(source: Path, reports: Sequence[str | Path] | None) -> dict[str, bytes
     if reports:
         raise ValueError(f"`reports` go into a card that is made of `{source / FACTS_FILE}`, and there is none.")
     return {CARD: (source / CARD).read_bytes()}
+
+
+def _text(path: Path, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{path}` is not a text in UTF-8: {error}.") from error
 
 
 def _json(content: dict[str, Any], *, sort: bool = False) -> bytes:

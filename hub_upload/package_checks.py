@@ -13,6 +13,7 @@ from hub_upload.card import CARD
 from hub_upload.card_inputs import WEIGHTS
 from hub_upload.facts import FACTS_FILE
 from hub_upload.scan import check_text
+from hub_upload.sources import CALIBRATION, open_checkpoint
 from modeling_dspark import DSparkConfig
 
 
@@ -40,7 +41,7 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
         )
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"`{source / 'config.json'}` is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"`{source / 'config.json'}` is not a JSON object.")
@@ -58,7 +59,21 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
             check_text(str(source / WEIGHTS), json.dumps(file.metadata() or {}))
     except SafetensorError as error:
         raise ValueError(f"`{source / WEIGHTS}` is corrupt or truncated: {error}.") from error
+    _check_loadable(source, config)
     return config
+
+
+def _check_loadable(source: Path, config: dict[str, Any]) -> None:
+    """Refuse weights that do not fit the config, another drafter's calibration, and what a diverged training leaves."""
+    checkpoint = open_checkpoint(str(source))
+    if checkpoint.config.confidence_temperatures != config.get("confidence_temperatures"):
+        raise ValueError(
+            f"`{source / 'config.json'}` has no `confidence_temperatures`, and {CALIBRATION} has; take both from one run "
+            "of `python -m training.calibrate`."
+        )
+    for name, tensor in checkpoint.tensors.items():
+        if not bool(tensor.read().isfinite().all()):
+            raise ValueError(f"`{source / WEIGHTS}` has values in `{name}` that are no numbers (NaN or infinity).")
 
 
 def _check_private(source: Path, config: dict[str, Any], *, is_named: bool) -> None:

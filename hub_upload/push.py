@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from hub_upload.contents import REQUIRED, foreign_files, is_package_file
-from hub_upload.hub_errors import WAITS, HTTPError, announce, is_transient, patiently
+from hub_upload.hub_errors import GARBLED, WAITS, HTTPError, announce, garbled, is_transient, patiently
 from hub_upload.scan import scan
 
 
@@ -86,7 +86,8 @@ def checked_files(folder: str | Path) -> list[PackageFile]:
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(f"`folder`: there is no folder `{root}`; `python -m hub_upload package` makes one.")
-    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if not path.is_dir()}
+    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*")}
+    paths = {name: path for name, path in found.items() if path.is_symlink() or not path.is_dir()}
     names = sorted(paths)
     if missing := [name for name in REQUIRED if name not in names]:
         raise ValueError(
@@ -94,7 +95,9 @@ def checked_files(folder: str | Path) -> list[PackageFile]:
             f"`python -m hub_upload package {root} OUTPUT`."
         )
     problems = [f"{name}: no package has this file" for name in foreign_files(names)]
-    problems += [finding for name in names for finding in scan(paths[name], name)]
+    real = [name for name in names if paths[name].is_file() and not paths[name].is_symlink()]
+    problems += [f"{name}: a link, or no regular file" for name in names if name not in real]
+    problems += [finding for name in real for finding in scan(paths[name], name)]
     if problems:
         raise ValueError(
             f"`folder`: `{root}` cannot be published as it is:\n  " + "\n  ".join(problems) + "\nNothing was sent."
@@ -223,6 +226,8 @@ def _commit(
                 repo_id, [*additions, *deletions], commit_message=message, parent_commit=before.head
             )
             return info.oid, removed
+        except GARBLED as error:
+            raise garbled(error) from error
         except (HTTPError, json.JSONDecodeError) as error:
             wait = next(waits, None)
             if wait is None or not is_transient(error):

@@ -6,6 +6,7 @@ a source, and is refused (`check_quoted`). So the rule "a number that is in no r
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ class Source:
             raise ValueError(f"`{self.name}` has no `{path}`, which the card quotes.")
         if not callable(form) and not _FORM.fullmatch(form):
             raise ValueError(f"`{self.name}`: `{path}` is quoted as {form!r}; a form is like `,`, `.2f` or `.1%`.")
+        if not callable(form) and isinstance(value, dict | list):
+            raise ValueError(f"`{self.name}`: `{path}` is no single value; quote one within it.")
         if self.blank:
             return BLANK
         return form(value) if callable(form) else format(value, form)
@@ -89,11 +92,18 @@ def read_source(path: Path) -> Source:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        return Source(path.name, json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+        return Source(
+            path.name,
+            json.loads(text, parse_constant=_refuse_constant) if path.suffix == ".json" else yaml.safe_load(text),
+        )
     except FileNotFoundError:
         raise ValueError(f"There is no file `{path}`.") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"`{path}` cannot be read as {path.suffix.lstrip('.').upper()}: {error}.") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number that can be quoted")
 
 
 def check_quoted(skeleton: str) -> None:
@@ -105,7 +115,7 @@ def check_quoted(skeleton: str) -> None:
         ValueError: names the lines, and says what to do.
     """
     prose = _FENCE.sub("", skeleton)
-    lines = [line.strip() for line in prose.splitlines() if re.search(r"\d", _NAME.sub("", line))]
+    lines = [line.strip() for line in prose.splitlines() if any(map(_is_numeral, _NAME.sub(_without_name, line)))]
     if lines:
         raise ValueError(
             "A number of a card comes out of a report, and these lines have one that does not: "
@@ -115,9 +125,17 @@ def check_quoted(skeleton: str) -> None:
         )
 
 
+def _is_numeral(char: str) -> bool:
+    return unicodedata.category(char).startswith("N")  # digits, and also fractions, superscripts, Roman numerals
+
+
+def _without_name(word: re.Match[str]) -> str:
+    return word[0] if _is_numeral(word[0][0]) else ""
+
+
 def slug(name: str) -> str:
-    """A name for files and tasks: small letters, digits and underscores."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    """A name for files and tasks: small letters of any script, digits and underscores."""
+    return re.sub(r"[\W_]+", "_", name.lower()).strip("_") or "_"
 
 
 __all__ = ["BLANK", "Source", "check_quoted", "read_source", "slug"]

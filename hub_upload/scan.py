@@ -3,8 +3,11 @@
 A finding names the file, the line and the kind of the thing, never the thing itself: what is printed ends up in logs.
 """
 
+import base64
+import io
 import pickletools
 import re
+import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -26,6 +29,8 @@ _LOCAL_PATH = re.compile(
 )
 _PICKLE_NAMES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
 _ZIP = b"PK\x03\x04"  # what `torch.save` writes: a zip with a pickle in it
+_PNG = b"\x89PNG"
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]{24,}")
 
 
 def scan(path: Path, name: str) -> list[str]:
@@ -45,12 +50,23 @@ def scan(path: Path, name: str) -> list[str]:
     data = path.read_bytes()
     if is_pickle(data):
         return [f"{name}: a pickle by its content, which runs code when it is loaded"]
-    return _scan_content(data, name)
+    if path.suffix == ".png":
+        problems = [] if data.startswith(_PNG) else [f"{name}: not a picture"]
+    else:
+        problems = [] if _is_text(data) else [f"{name}: not a text in UTF-8"]
+    return problems + _scan_content(data, name)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return "\0" not in data.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def is_pickle(data: bytes) -> bool:
     """Whether this is a pickle of any protocol, or a zip, in which `torch.save` puts one."""
-    if data.startswith(_ZIP) or re.match(rb"\x80[\x02-\x05]", data):
+    if data.startswith(_ZIP) or zipfile.is_zipfile(io.BytesIO(data)) or re.match(rb"\x80[\x02-\x05]", data):
         return True
     if not data.endswith(
         b"."
@@ -75,7 +91,7 @@ def check_text(name: str, text: str) -> None:
 def _scan_weights(path: Path, name: str) -> list[str]:
     try:
         with safe_open(path, framework="np") as weights:
-            metadata = weights.metadata() or {}
+            metadata = (weights.metadata() or {}) | dict.fromkeys(weights.keys(), "a tensor")
     except (SafetensorError, OSError) as error:
         return [f"{name}: not a safetensors file ({error})"]
     return _scan_content("\n".join(f"{key}={value}" for key, value in metadata.items()).encode(), f"{name} (metadata)")
@@ -86,6 +102,11 @@ def _scan_content(data: bytes, name: str) -> list[str]:
     if b"\0" not in data:
         kinds.append(("a path of this machine", _LOCAL_PATH))
     found = [(match.start(), kind) for kind, pattern in kinds for match in pattern.finditer(data)]
+    for match in _BASE64.finditer(data):
+        decoded = base64.b64decode(match[0][: len(match[0]) // 4 * 4])
+        found += [
+            (match.start(), f"{kind} in base64") for kind, pattern in _SECRETS.items() if re.search(pattern, decoded)
+        ]
     lines = [(1 + data.count(b"\n", 0, position), kind) for position, kind in sorted(found)]
     return [f"{name}:{line}: {kind}" for line, kind in lines]
 

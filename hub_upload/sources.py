@@ -4,6 +4,7 @@ Only headers and small tensors are read here; the rest is streamed when it is wr
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def open_checkpoint(source: str) -> Checkpoint:
         config = config_from(kind, raw, stored, source, DSparkModel)
         renamed = {kind.rename(name): tensor for name, tensor in stored.items()}
     calibration = _calibration(source, config)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         source=source,
         kind="dspark" if kind is None else kind.name,
         config=config,
@@ -104,6 +105,8 @@ def open_checkpoint(source: str) -> Checkpoint:
         copies={name: renamed[name] for name in COPIES if name in renamed},
         calibration=calibration,
     )
+    checkpoint.draft_token_ids()
+    return checkpoint
 
 
 def _own_config(raw: dict[str, Any], stored: Mapping[str, StoredTensor], source: str) -> DSparkConfig:
@@ -124,9 +127,12 @@ def _calibration(source: str, config: DSparkConfig) -> bytes | None:
         return None
     data = Path(path).read_bytes()
     try:
-        temperatures = [float(value) for value in json.loads(data)["temperatures"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"`{CALIBRATION}` of `{source}` has no list of `temperatures`.") from error
+        listed = json.loads(data)["temperatures"]
+        temperatures = [float(value) for value in listed]
+        if not isinstance(listed, list) or not all(0 < value < math.inf for value in temperatures):
+            raise ValueError(f"{listed} are not all positive numbers")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"`{CALIBRATION}` of `{source}` has no list of `temperatures` ({error}).") from error
     if config.confidence_temperatures is None:
         if not config.enable_confidence_head or len(temperatures) != config.block_size:
             raise ValueError(

@@ -145,8 +145,9 @@ def _probe(folder: Path, subject: Subject, settings: Settings, prompts: list[lis
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}
     command = [sys.executable, "-E", str(script), "request.json", "answer.json"]
-    done = subprocess.run(command, cwd=folder, env=environment, stderr=None, capture_output=False, check=False)
-    if done.returncode < 0 or not (folder / "answer.json").is_file():
+    # What the drafter's code prints does not go where the verdict does.
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=2, check=False)
+    if done.returncode != 0 or not (folder / "answer.json").is_file():
         return {"error": f"the process ended with status {done.returncode}; its message is above"}
     answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     return answer

@@ -13,7 +13,7 @@ def run(name: str, settings: Settings, *, revision: str | None, report: str | No
     try:
         for check in verify(name, settings, revision=revision, report=report, accepted_code=accept_code):
             rows.append(check)
-            typer.echo(f"{check.verdict:<5} {check.name:<16} {check.said}")
+            typer.echo(f"{check.verdict:<5} {check.name:<16} {_one_line(check.said)}")
     except HUB_ERRORS as error:
         return _stop(f"error: {explain(error, name)}", 2)
     except (OSError, ValueError) as error:
@@ -27,6 +27,11 @@ def run(name: str, settings: Settings, *, revision: str | None, report: str | No
         verdict += f"; nothing to check against: {', '.join(still_open)}"
     typer.echo(f"\n{verdict}")
     return 1 if failed else 0
+
+
+def _one_line(text: str) -> str:
+    """What is said of a file may have its words in it, which must not look like a row of the verdict."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
 def _stop(line: str, status: int) -> int:

@@ -65,7 +65,7 @@ def read_config(name_or_path: Any, **file_arguments: Any) -> dict[str, Any]:
         raise ValueError(f"`{name_or_path}` is not a drafter's folder: it has no config.json.")
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"The config.json of `{name_or_path}` is not JSON: {error}.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"The config.json of `{name_or_path}` is not a JSON object.")
@@ -87,10 +87,16 @@ def config_from(
     Raises:
         ValueError: lists all that does not fit.
     """
-    problems, config = unsupported(kind, raw), None
+    problems: list[str] = []
+    config = None
     try:
+        problems += unsupported(kind, raw)
         config = model_class.config_class(**fields_of(kind, raw, tensors))
-    except (ValueError, TypeError, StrictDataclassError) as error:
+        if not isinstance(config.dtype, torch.dtype | None):
+            raise TypeError(f"`dtype` is {config.dtype!r}")
+    except (TypeError, AttributeError, StrictDataclassError) as error:
+        problems.append(f"a value in its config is not of the type expected ({str(error).rstrip('.')})")
+    except ValueError as error:
         problems.append(str(error).rstrip("."))
     if config is not None:
         ours = {kind.rename(name): tensor for name, tensor in tensors.items()}
@@ -102,8 +108,14 @@ def config_from(
 
 def misfits(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """What is missing, unexpected or of the wrong shape among tensors with our names."""
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
+    if config.num_hidden_layers > len(tensors):  # before that many are built
+        return [f"`num_hidden_layers` is {config.num_hidden_layers}, and there are {len(tensors)} tensors in all"]
+    try:
+        with torch.device("meta"):
+            wanted = model_class(config).state_dict()
+    except RuntimeError as error:
+        return [f"no tensors are of the sizes in its config ({error})"]
+    expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     dropped = set(DROPPED) if config.draft_vocab_size else set(COPIES)
     head = (config.draft_vocab_size or config.vocab_size, config.hidden_size)
     copies = {"embed_tokens.weight": (config.vocab_size, config.hidden_size), "lm_head.weight": head}
@@ -116,10 +128,20 @@ def misfits(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) 
             for name in sorted(shapes.keys() & tensors.keys())
             if tensors[name].shape != shapes[name]
         ],
+        "not of a supported dtype": [
+            f"{name} is {tensors[name].dtype}"
+            for name in sorted(shapes.keys() & tensors.keys())
+            if tensors[name].dtype not in _dtypes_for(name)
+        ],
     }
-    if not lists["missing"] and not lists["mismatched"] and config.draft_vocab_size and "t2d" in tensors:
+    if not any(lists[what] for what in lists if what != "unexpected") and config.draft_vocab_size and "t2d" in tensors:
         lists["contradictory"] = vocabulary_misfits(tensors["d2t"].read(), tensors["t2d"].read())
     return [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+
+
+def _dtypes_for(name: str) -> tuple[str, ...]:
+    """What a tensor may be: weights of other dtypes are quantised, and mean nothing without their scales."""
+    return ("I64", "I32") if name == "d2t" else ("F64", "F32", "F16", "BF16")
 
 
 def vocabulary_misfits(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:

@@ -7,7 +7,7 @@ mapped file count as memory of the process, and a checkpoint may be larger than 
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +89,12 @@ def stored_tensors(name_or_path: Any, **file_arguments: Any) -> dict[str, Stored
         path = cached_file(name_or_path, name, **where)
         if path is None and index is not None:
             raise ValueError(f"`{name_or_path}` lacks the file `{name}` that its index names.")
-        if path is not None:
-            tensors |= read_header(Path(path))
+        if path is None:
+            continue
+        found = read_header(Path(path))
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ValueError(f"`{name_or_path}` has tensors in more than one of its files: {', '.join(twice)}.")
+        tensors |= found
     return tensors
 
 
@@ -106,26 +110,43 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if not 0 < length <= _LONGEST_HEADER:
                 raise ValueError("it has no header")
             header = json.loads(file.read(length))
-        size, base, tensors = path.stat().st_size, 8 + length, {}
+        base, tensors = 8 + length, {}
         for name in sorted(header.keys() - {"__metadata__"}):
             item = header[name]
             start, stop = (base + offset for offset in item["data_offsets"])
             tensors[name] = StoredTensor(path, item["dtype"], tuple(item["shape"]), start, stop)
             width = DTYPES[item["dtype"]].itemsize if item["dtype"] in DTYPES else None
-            if stop > size or (width is not None and stop - start != width * math.prod(item["shape"])):
-                raise ValueError(f"the bytes of `{name}` are not there")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if width is not None and stop - start != width * math.prod(item["shape"]):
+                raise ValueError(f"`{name}` has other bytes than its shape says")
+        _check_tiled(tensors, base, path.stat().st_size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"A weight file of the checkpoint, `{path}`, is corrupt or truncated ({error}). Download or copy it again."
         ) from error
     return tensors
 
 
+def _check_tiled(tensors: dict[str, StoredTensor], base: int, size: int) -> None:
+    """Raises ValueError unless the tensors lie one after another, as safetensors insists, from `base` to the end."""
+    end = base
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][3:]):
+        if tensor.start != end or not end <= tensor.stop <= size:
+            raise ValueError(f"the bytes of `{name}` are not there")
+        end = tensor.stop
+    if end != size:
+        raise ValueError("it has bytes of no tensor")
+
+
 def _shards_of(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(content["weight_map"].values()))
+        content["metadata"]  # Transformers cannot do without
+        if outside := [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]:
+            raise ValueError(f"it names files outside of the checkpoint, {outside}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"`{index}` is not an index of shards: {error}.") from error
+    return names
 
 
 __all__ = ["DTYPES", "StoredTensor", "read_header", "stored_tensors"]

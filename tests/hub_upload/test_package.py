@@ -112,7 +112,7 @@ def test_traces_of_this_machine_are_refused(source, tmp_path, fields):
     [
         ("README.md", "See /home/someone/notes.txt", "a path of this machine"),
         ("README.md", "token hf_" + "a1" * 17, "a Hugging Face token"),
-        ("calibration.json", '{"dataset": "/tmp/prompts.jsonl"}', "a path of this machine"),
+        ("README.md", "<!-- /tmp/prompts.jsonl -->", "a path of this machine"),
     ],
 )
 def test_texts_with_paths_or_tokens_are_refused(source, tmp_path, name, text, match):
@@ -147,7 +147,12 @@ def test_a_plan_is_what_is_written(source, tmp_path):
 
 
 def test_calibration_goes_along(source, tmp_path):
-    (source / "calibration.json").write_text("{}")
+    temperatures = [1.5, 0.8, 1.1, 1.3]
+    (source / "calibration.json").write_text(json.dumps({"temperatures": temperatures}))
+    with pytest.raises(ValueError, match="has no `confidence_temperatures`"):
+        package(source, tmp_path / "out")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"confidence_temperatures": temperatures}))
     assert tmp_path / "out" / "calibration.json" in package(source, tmp_path / "out")
     package(source, tmp_path / "out", overwrite=True)
 
