@@ -67,7 +67,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
-    "rounds": "of each answer, by set; `answer_tokens` are the tokens that they yield",
+    "rounds": "of each answer, by set; those of the plain target are its tokens",
     "curve": "training steps, and tau of whole blocks at random anchors over the steps since the entry before",
     "train_seconds": "wall time of the training's last start, other work on the machine included",
 }

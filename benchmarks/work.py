@@ -1,12 +1,11 @@
 """The working folder of a benchmark that trains: what is there is of the same settings, or it is not gone on with."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.files import write_atomically
+from training.files import checksum, write_atomically
 
 
 def check_work(work: Path, settings: dict[str, Any], files: dict[str, Sequence[str]]) -> None:
@@ -20,9 +19,7 @@ def check_work(work: Path, settings: dict[str, Any], files: dict[str, Sequence[s
     Raises:
         ValueError: names what differs, with both values.
     """
-    digests = {
-        name: [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in files[name]] for name in files
-    }
+    digests = {name: [checksum(Path(path))[:16] for path in files[name]] for name in files}
     settings, path = settings | digests, work / "settings.json"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
     different = {name: (earlier.get(name), value) for name, value in settings.items() if earlier.get(name) != value}

@@ -1,6 +1,5 @@
 """What a card is made of: the drafter's folder, its facts and its reports, read and found to belong together."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from hub_upload.quotes import Source, read_source, slug
 from modeling_dspark import DSparkModel
 from training.evaluation_report import EvalReport
 from training.features import fingerprint
+from training.files import checksum
 
 
 WEIGHTS = "model.safetensors"
@@ -127,16 +127,7 @@ def describe_weights(path: Path) -> Source:
     except SafetensorError as error:
         raise ValueError(f"`{path}` is corrupt or truncated: {error}.") from error
     parameters = sum(math.prod(shape) for shape in shapes)
-    return Source(path.name, {"sha256": sha256(path), "bytes": path.stat().st_size, "parameters": parameters})
-
-
-def sha256(path: Path) -> str:
-    """The hash of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    return Source(path.name, {"sha256": checksum(path), "bytes": path.stat().st_size, "parameters": parameters})
 
 
 def _calibration(drafter: Path, config: Source) -> Source | None:
@@ -153,4 +144,4 @@ def _calibration(drafter: Path, config: Source) -> Source | None:
     return source
 
 
-__all__ = ["WEIGHTS", "CardInputs", "describe_weights", "read_inputs", "sha256"]
+__all__ = ["WEIGHTS", "CardInputs", "describe_weights", "read_inputs"]

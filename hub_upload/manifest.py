@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hub_upload.card_inputs import sha256
+from training.files import checksum
 
 
 MANIFEST = "files.json"
@@ -15,7 +15,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     """Describe the files of a folder, but for a manifest; the same for the same files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {
-        path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size} for path in paths
+        path.relative_to(folder).as_posix(): {"sha256": checksum(path), "size": path.stat().st_size} for path in paths
     }
     return {"format": FORMAT, "files": files}
 

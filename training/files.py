@@ -3,6 +3,7 @@
 Knows nothing of what the lines mean.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -131,4 +132,13 @@ class JsonlAppender:
         self._at_line_start = True
 
 
-__all__ = ["JsonlAppender", "only_writer", "read_jsonl", "write_atomically"]
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+__all__ = ["JsonlAppender", "checksum", "only_writer", "read_jsonl", "write_atomically"]

@@ -6,7 +6,6 @@ because it is from a version without an index, is complete too: it is checked fo
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from training.files import write_atomically
+from training.files import checksum, write_atomically
 
 
 logger = logging.get_logger("training.features")
@@ -198,15 +197,6 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def size_text(num_bytes: int) -> str:
     """A size in words: `1.25 GB`."""
     unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= unit), (1e3, "kB"))
@@ -227,4 +217,4 @@ def _means_full(error: Exception) -> bool:
     return os.strerror(errno.ENOSPC) in str(error)  # safetensors wraps what the system says in text
 
 
-__all__ = ["ShardFolder", "checksum", "size_text"]
+__all__ = ["ShardFolder", "size_text"]

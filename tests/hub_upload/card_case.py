@@ -3,11 +3,11 @@
 import json
 import random
 
-from hub_upload.card_inputs import sha256
 from tests.builders import tiny_drafter, tiny_target
 from training.evaluation import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
 from training.evaluation_report import EvalReport, SetReport
 from training.features import fingerprint
+from training.files import checksum
 from training.rounds import join
 
 
@@ -119,7 +119,7 @@ def latency(folder):
     return {
         "environment": {"cpu": "A processor", "cores": 64, "dtype": "bfloat16"} | versions,
         "target": "tiny",
-        "drafter": {"sha256": sha256(folder / "model.safetensors")},
+        "drafter": {"sha256": checksum(folder / "model.safetensors")},
         "settings": {"decoding": "greedy, batch size 1", "prompts": "p.jsonl", "per_set": 13, "max_new_tokens": 128},
         "complete": True,
         "sections": [{"threads": threads, "sets": {"letters": entry}, "overall": overall} for threads in (3, 5)],

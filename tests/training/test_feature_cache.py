@@ -17,7 +17,8 @@ from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training import feature_cache, shards
 from training.data import Conversation
 from training.feature_cache import FeatureCache
-from training.shards import ShardFolder, checksum, size_text
+from training.files import checksum
+from training.shards import ShardFolder, size_text
 
 
 @pytest.fixture(scope="module")
