@@ -132,6 +132,9 @@ def convert(
     output: Annotated[str, typer.Argument(help="Folder to make, e.g. build/my-drafter-deepspec.")],
     to: Annotated[str, typer.Option("--to", help="dspark, deepspec (vLLM, SGLang) or speculators.")],
     target: Annotated[str | None, typer.Option("--target", help="The target: folder or Hub id.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="bfloat16, float16 or float32 for all weights; else as they are.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print format, fields and tensors; write nothing.")
     ] = False,
@@ -142,7 +145,7 @@ def convert(
     from hub_upload.convert import convert as write
 
     try:
-        plan = plan_conversion(source, to, target=target)
+        plan = plan_conversion(source, to, target=target, dtype=dtype)
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
         if dry_run:

@@ -8,11 +8,12 @@ from typing import Any
 
 from hub_upload.folders import check_output, write_folder
 from hub_upload.sources import CALIBRATION, Checkpoint, Target, check_copies, open_checkpoint, open_target
-from hub_upload.streaming import Piece, write_safetensors
+from hub_upload.streaming import Piece, cast_piece, write_safetensors
 from hub_upload.writers import WRITERS
 from modeling_dspark.tensor_files_dspark import StoredTensor
 
 
+CASTS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _WRITTEN = ("config.json", "model.safetensors", CALIBRATION)
 
 
@@ -45,19 +46,22 @@ class Plan:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def plan_conversion(source: str, to: str, *, target: str | None = None) -> Plan:
+def plan_conversion(source: str, to: str, *, target: str | None = None, dtype: str | None = None) -> Plan:
     """Read the headers of a checkpoint, and decide what will be written.
 
     Args:
         source (`str`): Folder or Hub id, in any of the formats.
         to (`str`): `dspark`, `deepspec` or `speculators`.
         target (`str`, *optional*): The target, with which copies of its matrices are compared, and from which they come.
+        dtype (`str`, *optional*): Write all weights as `bfloat16`, `float16` or `float32`, instead of as they are.
 
     Raises:
         ValueError: if the checkpoint, or the target, does not fit; or if the format cannot hold the drafter.
     """
     if to not in WRITERS:
         raise ValueError(f"`--to` must be one of {', '.join(WRITERS)}, got {to!r}.")
+    if dtype is not None and dtype not in CASTS:
+        raise ValueError(f"`--dtype` must be one of {', '.join(CASTS)}, got {dtype!r}.")
     checkpoint, notes = open_checkpoint(source), []
     opened = None if target is None else open_target(target, checkpoint.config)
     if opened is not None:
@@ -65,10 +69,13 @@ def plan_conversion(source: str, to: str, *, target: str | None = None) -> Plan:
         notes += _learn(checkpoint, opened)
     elif checkpoint.copies:
         notes.append("The copies of the target's embedding and LM head were not compared with it (`--target` does).")
+    if dtype is not None:
+        checkpoint.config.dtype = dtype
     draft = WRITERS[to](checkpoint, opened)
+    pieces = draft.pieces if dtype is None else [cast_piece(piece, CASTS[dtype]) for piece in draft.pieces]
     calibration = _calibration(checkpoint, to)
     read = sorted({piece.path.parent for piece in (*checkpoint.tensors.values(), *_matrices(opened))})
-    return Plan(source, checkpoint.kind, to, draft.config, draft.pieces, calibration, notes + draft.notes, read)
+    return Plan(source, checkpoint.kind, to, draft.config, pieces, calibration, notes + draft.notes, read)
 
 
 def convert(

@@ -59,6 +59,27 @@ def rows_piece(name: str, tensor: StoredTensor, rows: Sequence[int]) -> Piece:
     return Piece(name, tensor.dtype, (len(rows), *tensor.shape[1:]), chunks)
 
 
+def cast_piece(piece: Piece, dtype: str) -> Piece:
+    """A piece in another floating-point dtype, rounded to the nearest; one that holds no floating-point numbers as it is.
+
+    Raises:
+        ValueError: when it is read, if a finite number is too large for `dtype`.
+    """
+    before, after = DTYPES[piece.dtype], DTYPES[dtype]
+    if not before.is_floating_point or before == after:
+        return piece
+
+    def chunks() -> Iterator[bytes]:
+        for part in piece.chunks():  # of whole numbers: parts of files are multiples of 8 bytes, up to the last
+            numbers = torch.frombuffer(bytearray(part), dtype=before)
+            rounded = numbers.to(after)
+            if (rounded.isinf() & numbers.isfinite()).any():
+                raise ValueError(f"The tensor `{piece.name}` has numbers that are too large for {after}.")
+            yield rounded.view(torch.uint8).numpy().tobytes()
+
+    return Piece(piece.name, dtype, piece.shape, chunks)
+
+
 def _row(file: BinaryIO, tensor: StoredTensor, row: int) -> bytes:
     file.seek(tensor.start + row * tensor.row_bytes)
     return file.read(tensor.row_bytes)
@@ -102,4 +123,4 @@ def _rank(piece: Piece) -> int:
     return _ORDER.index(piece.dtype)
 
 
-__all__ = ["Piece", "rows_piece", "small_piece", "stored_piece", "write_safetensors"]
+__all__ = ["Piece", "cast_piece", "rows_piece", "small_piece", "stored_piece", "write_safetensors"]

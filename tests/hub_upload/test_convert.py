@@ -109,6 +109,33 @@ def test_bf16_stays_bf16(drafters, target, tmp_path, to):
     assert tensors["lm_head.weight"].dtype == torch.float32, "a copy, so of the target's dtype"
 
 
+def test_weights_in_another_dtype(drafters, target, tmp_path):
+    """The bytes of a drafter that was cast and saved, and tables of tokens as they were; copies of the target too."""
+    convert(plan_conversion(str(drafters("reduced")), "dspark", dtype="bfloat16"), tmp_path / "cast")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "cast" / file).read_bytes() == (drafters("reduced", torch.bfloat16) / file).read_bytes()
+    plan = plan_conversion(str(drafters("reduced")), "speculators", target=target, dtype="float16")
+    assert plan.config["dtype"] == "float16"
+    convert(plan, tmp_path / "half")
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "half" / "model.safetensors").items()}
+    assert dtypes["lm_head.weight"] == torch.float16
+    assert {dtype for name, dtype in dtypes.items() if name not in ("d2t", "t2d")} == {torch.float16}
+    assert (dtypes["t2d"], dtypes["d2t"]) == (torch.bool, torch.int64)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(drafters, tmp_path):
+    shutil.copytree(drafters("vanilla"), tmp_path / "large")
+    tensors = load_file(tmp_path / "large" / "model.safetensors")
+    tensors["norm.weight"][3] = 1e5
+    save_file(tensors, tmp_path / "large" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="`norm.weight` has numbers that are too large for torch.float16"):
+        convert(plan_conversion(str(tmp_path / "large"), "dspark", dtype="float16"), tmp_path / "half")
+    assert not (tmp_path / "half").exists()
+    convert(plan_conversion(str(tmp_path / "large"), "dspark", dtype="bfloat16"), tmp_path / "bf16")
+    with pytest.raises(ValueError, match="`--dtype` must be one of bfloat16, float16, float32, got 'int8'"):
+        plan_conversion(str(tmp_path / "large"), "dspark", dtype="int8")
+
+
 def test_the_matrices_are_the_targets(drafters, target, tmp_path):
     matrices = load_file(Path(target) / "model.safetensors")
     embedding, head = matrices["model.embed_tokens.weight"], matrices["lm_head.weight"]
