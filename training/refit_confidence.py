@@ -5,8 +5,8 @@
 
 A head that was trained along with its backbone has seen answers that the backbone knows better than new ones, and so
 promises too much. The head is linear, so given verified rounds the rest is a logistic regression: `[h_k; W1[prev]]`
-against whether slot `k` was accepted, over the slots whose predecessors were. Only `confidence_head` changes. Calibrate
-afterwards, on other prompts (`python -m training.calibrate`).
+against whether slot `k` was accepted, over the slots whose predecessors were. How far it may go from the trained head is
+found by cross-validation. Only `confidence_head` changes. Calibrate afterwards, on other prompts (`training.calibrate`).
 """
 
 import json
@@ -33,6 +33,10 @@ from training.regenerate import from_command_line, write_atomically
 from training.rounds import Prompt, make_engine, record
 
 
+_WEIGHT_DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # the first lets all weights go, the last little but the offset
+_FOLDS = 4
+
+
 @dataclass
 class RefitArguments(CalibrateArguments):
     """Arguments of `python -m training.refit_confidence`; those of calibration, where they apply."""
@@ -42,7 +46,10 @@ class RefitArguments(CalibrateArguments):
     holdout: float = field(default=0.5, metadata={"help": "Share of the slots to measure on instead of to fit on."})
     seed: int = field(default=0, metadata={"help": "Seed of the answers when sampling."})
     dry_run: bool = field(default=False, metadata={"help": "Fit and measure, and write nothing."})
-    weight_decay: float = field(default=1e-4, metadata={"help": "L2 penalty on the change of the head's weights."})
+    weight_decay: float | None = field(
+        default=None,
+        metadata={"help": "L2 penalty on the change of the head's weights; by default found by cross-validation."},
+    )
     overwrite: bool = field(default=False, metadata={"help": "Replace a drafter that is in `output` already."})
 
     def __post_init__(self) -> None:
@@ -60,7 +67,7 @@ class RefitArguments(CalibrateArguments):
             raise ValueError(
                 f"`drafter` (`{self.drafter}`) has no model.safetensors, in which the new head would be put."
             )
-        if self.weight_decay < 0:
+        if self.weight_decay is not None and self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, got {self.weight_decay}.")
 
 
@@ -137,6 +144,28 @@ def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weig
     return fitted
 
 
+def choose_weight_decay(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor) -> float:
+    """The penalty whose heads have the least loss on the parts that they were not fitted on, in cross-validation.
+
+    Args:
+        head (`nn.Linear`): As for `fit_head`.
+        inputs (`torch.Tensor` of shape `(n, F)`): As for `fit_head`, at least two, in the order of the answers: parts are
+            cut from one piece, since slots of one answer are alike.
+        outcomes (`torch.BoolTensor` of shape `(n,)`): As for `fit_head`.
+    """
+    parts = torch.arange(len(inputs)).chunk(_FOLDS)
+
+    def loss(weight_decay: float) -> float:
+        total = 0.0
+        for part in parts:
+            others = torch.ones(len(inputs), dtype=torch.bool).index_fill(0, part, False)
+            fitted = fit_head(head, inputs[others], outcomes[others], weight_decay)
+            total += len(part) * _loss(fitted, inputs[part], outcomes[part])
+        return total
+
+    return min(tqdm(_WEIGHT_DECAYS, desc="weight decay", leave=False), key=loss)
+
+
 def refit(arguments: RefitArguments) -> dict[str, float]:
     """Run the command; returns the loss of the head before and after, in nats a slot, on a held-out part."""
     drafter = load_drafter(arguments)
@@ -149,8 +178,12 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
             f"Only {len(inputs)} slots were verified, too few to fit on; pass more `prompts` or a larger `max_new_tokens`."
         )
     head: nn.Linear = drafter.confidence_head.proj  # type: ignore[union-attr]  # checked when it was loaded
-    fitted = fit_head(head, inputs[:num_fit], outcomes[:num_fit], arguments.weight_decay)
+    weight_decay = arguments.weight_decay
+    if weight_decay is None:
+        weight_decay = choose_weight_decay(head, inputs[:num_fit], outcomes[:num_fit])
+    fitted = fit_head(head, inputs[:num_fit], outcomes[:num_fit], weight_decay)
     report = {
+        "weight_decay": weight_decay,
         "num_slots_fit": num_fit,
         "num_slots_held_out": len(inputs) - num_fit,
         "loss_before": _loss(head, inputs[num_fit:], outcomes[num_fit:]),

@@ -11,7 +11,7 @@ from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
 from training import refit_confidence as refit_module
-from training.refit_confidence import Recorder, RefitArguments, fit_head, head_inputs, refit
+from training.refit_confidence import Recorder, RefitArguments, choose_weight_decay, fit_head, head_inputs, refit
 from training.rounds import make_engine
 
 
@@ -42,6 +42,20 @@ def test_a_strong_penalty_keeps_the_head_and_moves_only_the_offset():
     fitted = fit_head(head, inputs, outcomes, weight_decay=100.0)
     torch.testing.assert_close(fitted.weight, head.weight, atol=2e-2, rtol=0)
     assert abs(torch.sigmoid(fitted(inputs)).mean() - outcomes.float().mean()) < 0.01
+
+
+def test_the_penalty_is_found_by_what_it_brings():
+    """Much data about a head that is wrong all over frees the weights; little about one whose offset is wrong does not."""
+    inputs, outcomes, truth = planted(20_000)
+    wrong = nn.Linear(6, 1)
+    assert choose_weight_decay(wrong, inputs, outcomes) <= 1e-3
+    inputs, outcomes, shifted = planted(200, seed=1)
+    with torch.no_grad():
+        shifted.bias.add_(1.0)
+    chosen = choose_weight_decay(shifted, inputs, outcomes)
+    assert chosen >= 0.1
+    fitted = fit_head(shifted, inputs, outcomes, chosen)
+    assert abs(float((fitted.bias - truth.bias).detach())) < abs(float((shifted.bias - truth.bias).detach())) / 2
 
 
 @pytest.mark.parametrize("with_markov", [True, False])
@@ -119,6 +133,14 @@ def test_only_the_confidence_head_changes(workspace):
     assert drafter.config.confidence_temperatures is None  # those were the old head's
     with pytest.raises(ValueError, match="holds a drafter already.*--overwrite"):
         arguments(workspace)
+
+
+def test_the_report_says_which_penalty_was_found(workspace):
+    report = refit(arguments(workspace))
+    assert report["loss_after"] < report["loss_before"]
+    assert report == json.loads((workspace / "refitted" / "refit_confidence.json").read_text())
+    again = refit(arguments(workspace, weight_decay=report["weight_decay"], overwrite=True))
+    assert again == report
 
 
 def test_the_folder_of_another_model_is_not_written_to(workspace):
