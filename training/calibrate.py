@@ -216,20 +216,21 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     fit, held_out = split_records(records, arguments.holdout, arguments.seed)
     num_slots = drafter.config.block_size
     fit_rounds, held_out_rounds = join(fit, num_slots), join(held_out, num_slots)
-    temperatures = fit_temperatures(fit_rounds)
-    report = calibration_report(held_out_rounds, temperatures)
+    fitted = calibration_report(held_out_rounds, fit_temperatures(fit_rounds))
+    tqdm.write(table(fitted))
+    _warn(fitted)
+    report = fitted if _helps(fitted) else calibration_report(held_out_rounds, [1.0] * num_slots)
+    details = {"settings": settings, "arguments": _named(arguments)} | sample_counts(fit, held_out)
     write_outputs(
         output,
         report,
-        fit=calibration_report(fit_rounds, temperatures),
+        fit=calibration_report(fit_rounds, report.temperatures),
         held_out_rounds=held_out_rounds,
-        details={"settings": settings, "arguments": _named(arguments)} | sample_counts(fit, held_out),
+        details=details | {"fitted": {"temperatures": fitted.temperatures, "ece": fitted.after.means()["ece"]}},
         dataset=Path(arguments.prompts).name,
     )
-    tqdm.write(table(report))
-    _warn(report)
-    if not arguments.dry_run and _helps(report):
-        write_temperatures(Path(arguments.drafter), temperatures)
+    if not arguments.dry_run:
+        write_temperatures(Path(arguments.drafter), report.temperatures)
         tqdm.write(f"`confidence_temperatures` are in `{Path(arguments.drafter) / 'config.json'}`")
     tqdm.write(f"written to {output}")
     return report
@@ -248,8 +249,8 @@ def _helps(report: CalibrationReport) -> bool:
     before, after = report.before.means()["ece"], report.after.means()["ece"]
     if after >= before:
         logger.warning(
-            f"On the held-out prompts the mean ECE is {before:.2%} without and {after:.2%} with the temperatures, so the "
-            "drafter's config.json is left as it is. If the floor is near these figures, record more prompts."
+            f"On the held-out prompts the mean ECE is {before:.2%} without and {after:.2%} with the temperatures, so all are "
+            "set to 1, which changes nothing. If the floor is near these figures, record more prompts."
         )
     return after < before
 

@@ -457,13 +457,20 @@ class TestCommand:
         other = calibrate(arguments(workspace, seed=1, holdout=0.25))
         assert sum(other.counts) < sum(first.counts)
 
-    def test_temperatures_that_do_not_help_are_not_written(self, workspace, monkeypatch, caplog):
-        content = (workspace / "drafter" / "config.json").read_text()
+    def test_temperatures_that_do_not_help_are_not_used(self, workspace, monkeypatch, caplog):
+        """All are 1 then, everywhere, and not what an earlier calibration left."""
+        write_temperatures(workspace / "drafter", [2.0] * 4)
         monkeypatch.setattr(calibrate_module, "fit_temperatures", lambda rounds: (0.05,) * 4)
         report = calibrate(arguments(workspace))
-        assert report.after.means()["ece"] > report.before.means()["ece"]
-        assert (workspace / "drafter" / "config.json").read_text() == content
-        assert "left as it is" in caplog.text
+        assert report.temperatures == (1.0,) * 4
+        assert report.after == report.before
+        assert json.loads((workspace / "drafter" / "config.json").read_text())["confidence_temperatures"] == [1.0] * 4
+        sglang = json.loads((workspace / "out" / "calibration.json").read_text())
+        assert (sglang["temperatures"], sglang["ece_after"]) == ([1.0] * 4, sglang["ece_before"])
+        full = json.loads((workspace / "out" / "report.json").read_text())
+        assert full["fitted"]["temperatures"] == [0.05] * 4
+        assert full["fitted"]["ece"] > report.before.means()["ece"]
+        assert "all are set to 1" in caplog.text
         assert "end of the grid" in caplog.text
 
     def test_a_stopped_run_goes_on(self, workspace, monkeypatch):
