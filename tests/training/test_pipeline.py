@@ -13,6 +13,7 @@ import yaml
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
+from modeling_dspark.target_dspark import hidden_states_argument
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.training.toy_run import flags
 from training import answering
@@ -216,6 +217,15 @@ class TestFeatures:
             start = conversation.response_start
             expected = outputs.logits[0, start:].logsumexp(-1)
             assert_close(batch.logsumexp[row, start:length], expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.skipif(hidden_states_argument([0]) is True, reason="this Transformers keeps all hidden states")
+    def test_of_the_hidden_states_only_the_tapped_ones_are_kept(self):
+        target = tiny_target("llama")
+        kept = []
+        target.base_model.register_forward_hook(lambda module, inputs, outputs: kept.append(outputs.hidden_states))
+        binding = tiny_drafter(target, target_layer_ids=[-1, 1]).bind(target)
+        compute_features(target, binding, torch.tensor([[5, 6, 7]]), target_layer_ids=[-1, 1])
+        assert [state is not None for state in kept[0]] == [True, False, True, *[False] * (len(kept[0]) - 3)]
 
 
 class TestInitialization:
