@@ -4,6 +4,7 @@ The backbone's linear layers get adapters; the heads, which are small, are train
 drafter with the adapters merged.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +43,18 @@ def add_lora(drafter: DSparkModel, *, rank: int, alpha: int, dropout: float = 0.
 
 
 def save_adapter(drafter: DSparkModel, config: "LoraConfig", folder: Path) -> None:
-    """Adapters and heads in `peft`'s format: `adapter_config.json` and `adapter_model.safetensors`."""
+    """Adapters and heads as `peft.PeftModel.from_pretrained(drafter, folder)` reads them."""
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
+    heads = {name for name, _ in drafter.named_children() if name in _HEADS}
+    described = replace(config, modules_to_save=sorted(heads))  # which `peft` would have wrapped in training
+    described.save_pretrained(str(folder))
     tensors = get_peft_model_state_dict(drafter, adapter_name="default")
     tensors |= {name: tensor for name, tensor in drafter.state_dict().items() if name.startswith(_HEADS)}
+    # The prefix is that of a `PeftModel`, which holds the drafter; here there was none.
     save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
     )
 

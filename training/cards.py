@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from training.files import read_jsonl, write_atomically
 from training.regenerate_arguments import RegenerateArguments
 from training.tables import compact_table
-from training.targets import chat_template_hash
+from training.targets import chat_template_hash, target_revision
 
 
-# What runs did before these settings existed.
+# What runs did before these settings existed. What else an earlier version did not record is taken to be as now.
 _EARLIER: dict[str, Any] = {"top_p": 1.0, "thinking": "default", "max_turns": 1, "served_model": None}
 
 
@@ -28,6 +28,8 @@ def settings_of(arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBa
     served = None if arguments.server is None else arguments.model or arguments.target
     return {
         "target": arguments.target,
+        "target_revision": target_revision(arguments.target),
+        "dtype": arguments.dtype if served is None else None,  # a server's is not known
         "served_model": served,
         "chat_template_sha256": chat_template_hash(tokenizer),
         "thinking": arguments.thinking,
@@ -48,7 +50,7 @@ def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, 
     """
     path = answers.with_suffix(".meta.json")
     if answers.is_file() and answers.stat().st_size and path.is_file():
-        earlier = _EARLIER | _read_object(path)
+        earlier = settings | _EARLIER | _read_object(path)
         different = {
             name: (earlier.get(name), value) for name, value in settings.items() if earlier.get(name) != value
         }

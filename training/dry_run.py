@@ -146,7 +146,7 @@ def dry_run(
     anchors = min(training.num_anchors, max_length)
     passing = {
         f"target: weights ({str(target.dtype).removeprefix('torch.')})": _size(target),
-        "target: hidden states (estimate)": _target_states(target, batch * max_length),
+        "target: hidden states (estimate)": _target_states(target, config, batch * max_length),
         "drafter: activations (estimate)": _activations(config, training, batch, anchors, max_length),
         "loss: one chunk of logits (estimate)": _loss(target, config),
     }
@@ -166,10 +166,10 @@ def _size(model: PreTrainedModel) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _target_states(target: PreTrainedModel, tokens: int) -> int:
-    """All hidden states of one forward, and one layer's own at its widest."""
+def _target_states(target: PreTrainedModel, config: DSparkConfig, tokens: int) -> int:
+    """The tapped hidden states, and what goes into a layer, comes out of it, and is in it at its widest."""
     text = target.config.get_text_config()
-    width = (text.num_hidden_layers + 1) * text.hidden_size + 3 * text.intermediate_size
+    width = (len(config.target_layer_ids or ()) + 2) * text.hidden_size + 3 * text.intermediate_size
     return tokens * width * target.dtype.itemsize
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from modeling_dspark.target_dspark import TargetBinding, tapped_features
+from modeling_dspark.target_dspark import TargetBinding, hidden_states_argument, tapped_features
 from training.data import Conversation
 
 
@@ -63,7 +63,8 @@ def compute_features(
     # Padding sits on the right and attention is causal, so no mask is needed. Where positions start again, Transformers
     # makes a mask that separates what is packed, if it is given neither a mask nor a cache.
     packed = {} if starts is None else {"position_ids": torch.arange(starts.shape[1], device=starts.device) - starts}
-    outputs = target.base_model(input_ids=input_ids, output_hidden_states=True, use_cache=False, **packed)
+    tapped = hidden_states_argument(target_layer_ids)  # the others are dropped as the forward goes on
+    outputs = target.base_model(input_ids=input_ids, output_hidden_states=tapped, use_cache=False, **packed)
     last = outputs.last_hidden_state
     features = tapped_features(outputs.hidden_states, target_layer_ids)
     if needed is None:

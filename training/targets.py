@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 
 logger = logging.get_logger(__name__)
@@ -35,6 +35,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "resolve_target",
+    "target_revision",
 ]
 
 
@@ -103,6 +104,19 @@ def _not_loaded(name_or_path: str, error: Exception) -> ValueError:
         f"`target`: `{name_or_path}` cannot be loaded ({str(error).strip().splitlines()[0]}). Pass the folder of a whole "
         "model with its tokenizer, or the id of one that the Hub, or its cache, has."
     )
+
+
+def target_revision(name_or_path: str) -> str | None:
+    """The Hub's commit that a target is of; `None` for a folder."""
+    source = resolve_target(name_or_path)
+    if Path(source).is_dir():
+        return None
+    try:
+        path = cached_file(source, "config.json")
+    except OSError:  # what is wrong is said where the target is loaded
+        return None
+    folder = Path(str(path)).parent  # snapshots/COMMIT
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def check_device(device: str) -> None:

@@ -62,12 +62,17 @@ def split_conversations(conversations: list[Conversation], num_eval: int) -> tup
     return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
 
 
-def check_given(arguments: DrafterArguments, data: DataArguments | None) -> None:
+def check_given(arguments: DrafterArguments, data: DataArguments | None, *, torch_compile: bool | None = None) -> None:
     """Refuse, before anything is read, a new drafter without a `mask_token_id`, and `data` without answers.
 
     Raises:
-        ValueError: names what is missing.
+        ValueError: names what is missing, or what cannot be combined.
     """
+    if torch_compile and arguments.architecture == "eagle":
+        raise ValueError(
+            "`torch_compile` cannot be combined with `architecture: eagle`: its steps, each over more keys than the one before, "
+            "are unrolled into one graph, which takes longer to compile than to train. Leave it out."
+        )
     if data is not None and not data.answers:
         raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
     if arguments.drafter is not None and is_missing_folder(arguments.drafter):
@@ -163,7 +168,7 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    check_given(drafter_arguments, None if training.dry_run else data)
+    check_given(drafter_arguments, None if training.dry_run else data, torch_compile=training.torch_compile)
     if training.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))

@@ -234,7 +234,8 @@ class DSparkTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
         group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         dataset: Any = train_dataset or self.train_dataset
-        return EpochSampler(dataset, group_size, self.args.data_seed or self.args.seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSampler(dataset, group_size, seed)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Sum of slot weights over all accumulation steps and ranks."""

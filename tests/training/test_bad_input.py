@@ -141,6 +141,11 @@ class TestArguments:
         with pytest.raises(ValueError, match="`num_train_epochs`"):
             main(flags(folder, "run", max_steps=None, num_train_epochs=epochs))
 
+    def test_compiling_the_autoregressive_baseline(self, folder):
+        eagle = {"architecture": "eagle", "markov_rank": 0, "confidence_head": "false"}
+        with pytest.raises(ValueError, match=r"`torch_compile`.*`architecture: eagle`"):
+            main(flags(folder, "run", torch_compile="true", **eagle))
+
     def test_a_layer_counted_from_the_end(self, folder):
         with pytest.raises(ValueError, match=r"`init_from_target_layers`.*\[0, 4\).*-1"):
             main(flags(folder, "run", init_from_target_layers="-1"))

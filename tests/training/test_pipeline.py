@@ -13,6 +13,7 @@ import yaml
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
+from modeling_dspark.target_dspark import hidden_states_argument
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.training.toy_run import flags
 from training import answering
@@ -216,6 +217,15 @@ class TestFeatures:
             start = conversation.response_start
             expected = outputs.logits[0, start:].logsumexp(-1)
             assert_close(batch.logsumexp[row, start:length], expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.skipif(hidden_states_argument([0]) is True, reason="this Transformers keeps all hidden states")
+    def test_of_the_hidden_states_only_the_tapped_ones_are_kept(self):
+        target = tiny_target("llama")
+        kept = []
+        target.base_model.register_forward_hook(lambda module, inputs, outputs: kept.append(outputs.hidden_states))
+        binding = tiny_drafter(target, target_layer_ids=[-1, 1]).bind(target)
+        compute_features(target, binding, torch.tensor([[5, 6, 7]]), target_layer_ids=[-1, 1])
+        assert [state is not None for state in kept[0]] == [True, False, True, *[False] * (len(kept[0]) - 3)]
 
 
 class TestInitialization:
@@ -427,7 +437,9 @@ class TestTrain:
         assert f"It was made for `{workspace / 'target'}`; `target` is `{workspace / 'copy'}`." in caplog.text
 
     def test_adapters_leave_the_backbone_and_are_merged(self, workspace):
-        """Only adapters and heads are trained; what is saved is a plain drafter that drafts as the adapted one did."""
+        """Only adapters and heads are trained; what is saved is a plain drafter, and what `peft` makes it of again."""
+        from peft import PeftModel
+
         base = main(train_flags(workspace, "base", max_steps=2))
         folder = workspace / "base" / "drafter"
         tuned = main(train_flags(workspace, "tuned", drafter=folder, peft="lora", lora_rank=2, max_steps=6))
@@ -443,8 +455,9 @@ class TestTrain:
         )
         assert 0 < int(rank) <= 2
         assert all(torch.equal(after[name], tensor) for name, tensor in tuned.state_dict().items())
-        assert (workspace / "tuned" / "adapter" / "adapter_model.safetensors").is_file()
-        assert json.loads((workspace / "tuned" / "adapter" / "adapter_config.json").read_text())["r"] == 2
+        again = PeftModel.from_pretrained(DSparkModel.from_pretrained(folder), workspace / "tuned" / "adapter")
+        for name, tensor in again.merge_and_unload().state_dict().items():
+            assert_close(tensor, after[name], atol=1e-6, rtol=1e-5, msg=name)
 
     def test_adapters_resume(self, workspace):
         main(train_flags(workspace, "base", max_steps=2))

@@ -59,6 +59,7 @@ def test_the_values_of_the_public_recipe(name):
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps * 8 == 512
     assert (training.num_train_epochs, training.max_grad_norm, training.bf16) == (10, 1.0, True)
     assert (training.ce_weight, training.l1_weight, training.confidence_weight) == (0.1, 0.9, 1.0)
+    assert not training.push_to_hub
     assert data.max_length <= shape["max_position_embeddings"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from transformers import AutoTokenizer
 from tests.builders import tiny_target
 from tests.training.chat_server import ChatDouble
 from training.answering import batch_seed
+from training.cards import settings_of
 from training.data import load_conversations
 from training.files import JsonlAppender
 from training.prompts import continuation_ids, prompt_ids, read_prompts
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.served_answers import end_of_turn_id
-from training.targets import chat_template_hash
+from training.targets import chat_template_hash, target_revision
 
 
 ROOT = Path(__file__).parents[2]
@@ -491,9 +493,20 @@ class TestKill:
 
     def test_other_settings_are_refused(self, workspace):
         regenerate(arguments(workspace, limit=1))
-        for other in ({"thinking": "off"}, {"top_p": 0.5}, {"max_turns": 1}, {"server": "http://x/v1", "model": "m"}):
-            with pytest.raises(ValueError, match="top_p|thinking|max_turns|served_model"):
+        server = {"server": "http://x/v1", "model": "m"}
+        for other in ({"thinking": "off"}, {"top_p": 0.5}, {"max_turns": 1}, {"dtype": "bfloat16"}, server):
+            with pytest.raises(ValueError, match="top_p|thinking|max_turns|served_model|dtype"):
                 regenerate(arguments(workspace, limit=1, **other))
+
+    def test_what_an_earlier_version_did_not_record_is_not_held_against_it(self, workspace):
+        path = regenerate(arguments(workspace, limit=1))
+        meta = path.with_suffix(".meta.json")
+        recorded = json.loads(meta.read_text())
+        meta.write_text(
+            json.dumps({name: recorded[name] for name in recorded if name not in ("dtype", "target_revision")})
+        )
+        regenerate(arguments(workspace))
+        assert json.loads(meta.read_text())["dtype"] == "float32"
 
     def test_batches_of_another_limit_keep_their_answers(self, workspace):
         before = by_key(regenerate(arguments(workspace, limit=2)))
@@ -515,6 +528,7 @@ class TestCard:
         for row in (
             "| thinking | `on` |",
             "| temperatures | [0.0, 0.8] |",
+            "| dtype | `float32` |",
             "| conversations | 4 |",
             "| answers | 6 |",
         ):
@@ -528,6 +542,22 @@ class TestCard:
 
         assert len(load_from_disk(str(workspace / "out" / "dataset"))) == 6
         assert load_dataset(str(workspace / "out"), split="train").num_rows == 6
+
+    def test_a_target_of_the_hub_has_its_commit(self, workspace, monkeypatch):
+        """In a cache as the Hub's client lays it out; the target's folder has none."""
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        cached = workspace / "hub" / "models--org--target"
+        shutil.copytree(workspace / "target", cached / "snapshots" / commit)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(commit)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workspace / "hub"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert target_revision("org/target") == commit
+        assert target_revision(str(workspace / "target")) is None
+        assert (
+            settings_of(arguments(workspace, target="org/target"), tokenizer_of(workspace))["target_revision"]
+            == commit
+        )
 
     def test_a_licence_may_be_a_list(self, workspace):
         write_prompts(workspace, [{"text": "abc", "license": ["MIT", "Apache-2.0"], "source": 3}])
