@@ -207,11 +207,12 @@ def _check_figures(outcomes: list[Outcome], claims: Claims | None) -> Iterator[C
     # What is claimed for one kind of text says nothing about another.
     claimed = [] if claims is None else [each for each in useful if each.group in claims.sets]
     if claims is None or len(claimed) < FEWEST:
-        tokens, rounds = (sum(part(each.new_tokens) for each in useful) for part in (sum, len))
-        names = (
-            "nothing is claimed" if claims is None else f"claimed for {', '.join(claims.sets)} alone: give `--prompts`"
-        )
-        yield Check("accepted length", OPEN, f"{tokens / rounds:.2f} measured in {rounds} rounds, and {names}")
+        rounds = [tokens for each in useful for tokens in each.new_tokens]
+        said = "nothing is claimed"
+        if claims is not None:
+            said = f"claimed for {', '.join(claims.sets)} alone: give `--prompts`"
+        measured = sum(rounds) / len(rounds)
+        yield Check("accepted length", OPEN, f"{measured:.2f} measured in {len(rounds)} rounds, and {said}")
         return
     yield _check_length(claimed, claims)
     if set(claims.sets) == {each.group for each in useful}:  # else the pooled claim is of another mix of sets
