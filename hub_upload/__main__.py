@@ -8,13 +8,15 @@ import typer
 
 
 app = typer.Typer(
-    help="DSpark drafters on the Hugging Face Hub: package, push, verify.", no_args_is_help=True, add_completion=False
+    help="DSpark drafters on the Hugging Face Hub: convert, card, package, push, verify.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
 @app.callback()
 def main() -> None:
-    """DSpark drafters on the Hugging Face Hub: package, push, verify."""
+    """DSpark drafters on the Hugging Face Hub: convert, card, package, push, verify."""
 
 
 @app.command()

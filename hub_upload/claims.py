@@ -43,13 +43,12 @@ class Claims:
     rounding: float
 
     def lengths(self, groups: set[str]) -> dict[str, float]:
-        """The accepted length claimed for each of some sets: its own, or the pooled one if not all of them are known."""
-        known = groups <= set(self.sets)
-        return {name: (self.sets[name] if known else self.pooled).accepted_length for name in groups}
+        """The accepted length claimed for each of some of the sets."""
+        return {name: self.sets[name].accepted_length for name in groups}
 
     def prompts(self, groups: set[str]) -> int:
         """Prompts behind these claims."""
-        return sum(self.sets[name].prompts for name in groups) if groups <= set(self.sets) else self.pooled.prompts
+        return sum(self.sets[name].prompts for name in groups)
 
 
 def claims_of_card(folder: Path) -> Claims | None:

@@ -1,5 +1,8 @@
 """What `python -m hub_upload push` prints, and its exit status: 0, 2 for what the user can change, 130 for Ctrl-C."""
 
+import re
+from collections.abc import Sequence
+
 import typer
 
 from hub_upload.hub_errors import HUB_ERRORS, explain
@@ -14,6 +17,9 @@ def run(
         files = checked_files(folder)
         check_repo_id(repo_id)
         _print_files(files)
+        if others := _others_in_card(files, repo_id):
+            typer.echo(f"note: the card loads `{others[0]}`, not `{repo_id}`: a stranger would copy that.", err=True)
+            typer.echo("      Set `repo_id` in facts.yaml and package again, or edit a card of your own.", err=True)
         if dry_run:
             _print_plan(repo_id, public=public, tag=tag)
             return 0
@@ -27,6 +33,13 @@ def run(
         return 130
     _print_pushed(pushed, repo_id, tag)
     return 0
+
+
+def _others_in_card(files: Sequence[PackageFile], repo_id: str) -> list[str]:
+    """The repositories from which the snippets of the card load the drafter, if this one is not among them."""
+    text = "".join(file.path.read_text(encoding="utf-8") for file in files if file.name == "README.md")
+    names = re.findall(r"\bAutoModel\.from_pretrained\(\s*[\"']([^\"'\n]+)", text)
+    return [] if repo_id in names else names
 
 
 def _fail(message: str) -> int:

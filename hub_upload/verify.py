@@ -201,23 +201,27 @@ def _check_figures(outcomes: list[Outcome], claims: Claims | None) -> Iterator[C
         yield Check("accepted length", FAIL, "the drafter's counts are not those of the target's forwards")
         return
     useful = [each for each in outcomes if each.new_tokens]
-    tokens, rounds = [sum(each.new_tokens) for each in useful], [len(each.new_tokens) for each in useful]
     if len(useful) < FEWEST:
         yield Check("accepted length", OPEN, f"only {len(useful)} answers had more than one token; raise --limit")
         return
-    if claims is None:
-        measured = sum(tokens) / sum(rounds)
-        yield Check(
-            "accepted length", OPEN, f"{measured:.2f} measured in {sum(rounds)} rounds, and nothing is claimed"
-        )
+    # What is claimed for one kind of text says nothing about another.
+    claimed = [] if claims is None else [each for each in useful if each.group in claims.sets]
+    if claims is None or len(claimed) < FEWEST:
+        rounds = [tokens for each in useful for tokens in each.new_tokens]
+        said = "nothing is claimed"
+        if claims is not None:
+            said = f"claimed for {', '.join(claims.sets)} alone: give `--prompts`"
+        measured = sum(rounds) / len(rounds)
+        yield Check("accepted length", OPEN, f"{measured:.2f} measured in {len(rounds)} rounds, and {said}")
         return
-    yield _check_length(useful, tokens, rounds, claims)
+    yield _check_length(claimed, claims)
     if set(claims.sets) == {each.group for each in useful}:  # else the pooled claim is of another mix of sets
         yield _check_slots(useful, claims)
 
 
-def _check_length(outcomes: list[Outcome], tokens: list[int], rounds: list[int], claims: Claims) -> Check:
+def _check_length(outcomes: list[Outcome], claims: Claims) -> Check:
     """Compare rounds with those that the claims of the sets make of the tokens: then sets may differ as they like."""
+    tokens, rounds = [sum(each.new_tokens) for each in outcomes], [len(each.new_tokens) for each in outcomes]
     groups = {each.group for each in outcomes}
     stated = claims.lengths(groups)
     expected = [n / stated[each.group] for each, n in zip(outcomes, tokens, strict=True)]

@@ -206,14 +206,16 @@ def _deepspec_notes(config: DSparkConfig, *, with_copies: bool) -> list[str]:
         )
     if config.markov_rank == 0:
         notes.append(
-            "`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM and SGLang do not take it for DSpark."
+            "`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM at best (docs/guides/serve_elsewhere.md), SGLang not."
         )
     elif config.markov_head_type != "vanilla":
         notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads `vanilla` alone.")
-    if not (config.enable_confidence_head and config.confidence_head_with_markov):
+    if not config.enable_confidence_head:
         notes.append(
-            "SGLang insists on a confidence head that reads the Markov embedding, which this drafter has not."
+            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks."
         )
+    elif not config.confidence_head_with_markov:
+        notes.append("The confidence head reads no Markov embedding: SGLang before 0.5.23 may refuse it.")
     if config.draft_vocab_size is not None:
         notes.append("The draft vocabulary is reduced: vLLM reads that, DeepSpec and SGLang do not.")
     return notes

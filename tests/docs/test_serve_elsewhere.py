@@ -33,7 +33,11 @@ SGLANG_FLAGS = {
     *("--speculative-dspark-confidence-sts-path", "--speculative-num-draft-tokens"),
 }
 PROFILER_FLAGS = {"--base-url", "--max-batch-size", "--out", "--no-plot"}
-ENVIRONMENT = {"SGLANG_RAGGED_VERIFY_MODE": {"static", "compact", "cap-accept"}}
+ENVIRONMENT = {
+    "SGLANG_RAGGED_VERIFY_MODE": {"static", "compact", "cap-accept"},
+    "SGLANG_DSPARK_ENABLE_SPS_RECORD": {"1"},
+    "SGLANG_SIMULATE_ACC_LEN": {"1.0"},
+}
 
 
 def words_of(command):
@@ -79,8 +83,17 @@ def test_sglang(command):
     assert words[words.index("--speculative-algorithm") + 1] == "DSPARK"
 
 
+def test_the_server_that_is_profiled():
+    """What the profiler of 0.5.23 asks of the server before it measures anything."""
+    commands = served()
+    profiler = next(number for number, command in enumerate(commands) if "dspark_sps_profiler" in command)
+    settings, _ = words_of(commands[profiler - 1])
+    wanted = {"RAGGED_VERIFY_MODE": "static", "DSPARK_ENABLE_SPS_RECORD": "1", "SIMULATE_ACC_LEN": "1.0"}
+    assert settings == {f"SGLANG_{name}": value for name, value in wanted.items()}
+
+
 def test_every_command_of_the_page_is_checked():
-    assert len(served()) == 6
+    assert len(served()) == 7
     assert all(command.startswith("vllm ") or "sglang" in command for command in served())
 
 

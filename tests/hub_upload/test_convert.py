@@ -286,8 +286,8 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("name", "to", "part"),
         [
-            ("no-confidence", "deepspec", "SGLang insists on a confidence head"),
-            ("rank-0", "deepspec", "do not take it for DSpark"),
+            ("no-confidence", "deepspec", "SGLang serves it in `static` mode alone"),
+            ("rank-0", "deepspec", "DeepSpec reads it"),
             ("gated", "deepspec", "vLLM reads `vanilla` alone"),
             ("reduced", "deepspec", "vLLM reads that"),
             ("gated", "speculators", "calibration.json"),

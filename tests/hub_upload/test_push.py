@@ -160,6 +160,14 @@ def test_a_dry_run_asks_nobody(hub, small):
     assert hub.requests == []
 
 
+@pytest.mark.parametrize(("named", "said"), [("org/other", True), (REPO, False)])
+def test_a_card_that_loads_another_repository(hub, small, named, said):
+    (small / "README.md").write_text(f'---\n---\n\ndrafter = AutoModel.from_pretrained("{named}", dtype="auto")\n')
+    result = run_command(small, REPO, "--dry-run")
+    assert result.exit_code == 0
+    assert (f"the card loads `org/other`, not `{REPO}`" in result.stderr) == said
+
+
 def test_the_command_prints_what_a_stranger_needs(hub, small):
     result = run_command(small, REPO, "--tag", "v1")
     commit = hub.store.repositories[REPO].branches["main"]

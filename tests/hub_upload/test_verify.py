@@ -275,6 +275,21 @@ def test_a_card_that_is_not_of_the_report(honest, copy, report, tmp_path, seen_b
     assert f"`alpha` says {float(row[1]) + 0.02:.2f}"[:-1] in rows_of(result)["card"]
 
 
+def test_prompts_of_another_kind_contradict_no_claim(honest, tmp_path, verified, seen_before):
+    """A claim for all sets together is not one for prompts of other sets, however far it is from what they measure."""
+    lines = [json.loads(line) for line in (honest / "prompts.jsonl").read_text().splitlines()]
+    others = tmp_path / "others.jsonl"
+    others.write_text("\n".join(json.dumps(line | {"source": "others"}) for line in lines))
+    measured = re.search(r"measured ([\d.]+)", rows_of(verified[0])["accepted length"])[1]
+    result = run_verify(honest, honest / "package", "--prompts", others, "--limit", 12)
+    assert failed(result) == []
+    row = rows_of(result)["accepted length"]
+    assert row.startswith(f"{measured} measured in ")
+    assert row.endswith("claimed for alpha, beta alone: give `--prompts`")
+    assert "acceptance" not in rows_of(result)
+    assert result.stdout.splitlines()[-1] == "passed; nothing to check against: weights, accepted length"
+
+
 def test_pickles_and_secrets_stop_it(honest, copy):
     torch.save({}, copy / "pytorch_model.bin")
     assert failed(run_verify(honest, copy)) == ["files", "manifest", "decoding"]
