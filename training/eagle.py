@@ -51,6 +51,12 @@ class EagleDrafter(DSparkModel):
         self.in_proj = nn.Linear(2 * size, size, bias=False)
         self.post_init()
 
+    @torch.no_grad()
+    def start_in_proj(self) -> None:
+        """Begin with the sum of both inputs, which a copied target layer knows better than a random mix."""
+        identity = torch.eye(self.config.hidden_size)
+        self.in_proj.weight.copy_(torch.cat([identity, identity], dim=1))
+
     def forward(  # type: ignore[override]  # takes blocks, where a DSpark drafter takes embeddings
         self, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
     ) -> BlockOutputs:

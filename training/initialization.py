@@ -80,7 +80,8 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
     """Copy late target layers into the draft layers, and make the context what those layers used to see.
 
     The fusion starts as the identity on the last tapped layer, and the context norm as the input norm of the first
-    copied layer, so that keys and values of the context start as the target's own.
+    copied layer, so that keys and values of the context start as the target's own. An autoregressive drafter starts from
+    the sum of state and embedding.
 
     Raises:
         ValueError: if there is not one target layer for each draft layer, or shapes or traits differ.
@@ -105,7 +106,9 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
     size = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:] = torch.eye(size)
-    if not isinstance(drafter, EagleDrafter):
+    if isinstance(drafter, EagleDrafter):
+        drafter.start_in_proj()
+    else:
         drafter.hidden_norm.weight.copy_(_norm_scale(layers[layer_ids[0]].input_layernorm))
     drafter.norm.weight.copy_(_norm_scale(base.norm))
 

@@ -16,6 +16,7 @@ from training.data import Conversation
 from training.eagle import EagleConfig, EagleDrafter
 from training.features import compute_features
 from training.forward import forward_blocks
+from training.initialization import warm_start
 from training.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 
 
@@ -83,6 +84,17 @@ def test_the_autoregressive_drafter_is_a_causal_layer_run_once_a_token():
 
 
 @torch.no_grad()
+def test_it_starts_from_a_target_layer_and_the_sum_of_state_and_embedding():
+    target = tiny_target("llama")
+    drafter = eagle(target)
+    warm_start(drafter, target, [3])
+    assert torch.equal(drafter.layers[0].mlp.up_proj.weight, target.model.layers[3].mlp.up_proj.weight)
+    states, embedded = torch.randn(2, 3, 32)
+    assert_close(drafter.in_proj(torch.cat([embedded, states], dim=-1)), embedded + states)
+    features = torch.randn(3, 64)
+    assert_close(drafter.fc(features), features[:, 32:])  # the last tapped layer
+
+
 def test_packed_conversations_are_kept_apart():
     """Of two conversations in a row, the second has the hidden states that it has alone."""
     target = tiny_target("llama")
