@@ -41,6 +41,13 @@ def test_the_calibration_is_the_one_that_is_described():
     mean = sum(calibration["ece_after"]) / len(after)
     assert f"-> {mean:.2%}" in table
     assert mean <= 0.015
+    fitted = json.loads((ROOT / "benchmarks" / "results" / "calibration.json").read_text())
+    refitted = json.loads((ROOT / "benchmarks" / "results" / "refit_confidence.json").read_text())
+    losses = f"{refitted['loss_before']:.3f} nats a slot before, {refitted['loss_after']:.3f}"
+    assert f"weight decay of {refitted['weight_decay']}: {losses}" in " ".join(table.split())
+    assert f"{fitted['fitted']['ece']:.2%}".replace("%", " %") in table
+    assert fitted["held_out"]["temperatures"] == calibration["temperatures"]
+    assert f"mean ECE of survival is {mean:.2%}".replace("%", " %") in " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("page", [Path("README.md"), Path("docs") / "batching.md"], ids=str)
