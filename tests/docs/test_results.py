@@ -50,6 +50,19 @@ def test_the_calibration_is_the_one_that_is_described():
     assert f"mean ECE of survival is {mean:.2%}".replace("%", " %") in " ".join((ROOT / "README.md").read_text().split())
 
 
+def test_the_shipped_drafter_is_better_than_the_one_before_on_every_set():
+    names = ("evaluation_second_run", "evaluation")
+    reports = [json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in names]
+    assert reports[0]["settings"] == reports[1]["settings"]
+    page = (ROOT / "docs" / "training.md").read_text()
+    for name in (*reports[0]["sets"], "pooled"):
+        both = [{**report["sets"], "pooled": report["pooled"]}[name] for report in reports]
+        before, after = (each["acceptance"]["accepted_length"] for each in both)
+        assert after > before
+        cells = [f"{before:.3f}", f"{after:.3f}", f"{after / before - 1:+.1%}"]
+        assert [name, *cells] in [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+
+
 @pytest.mark.parametrize("page", [Path("README.md"), Path("docs") / "batching.md"], ids=str)
 def test_quoted_throughput(page):
     report = json.loads((ROOT / "benchmarks" / "results" / "throughput.json").read_text())
