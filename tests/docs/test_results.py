@@ -70,6 +70,18 @@ def test_quoted_throughput(page):
     assert [level["concurrency"] for level in report["levels"]] == [1, 2, 4, 8, 16, 32]
 
 
+def test_quoted_fine_tuning():
+    page = " ".join((ROOT / "docs" / "training.md").read_text().split())
+    names = {"domain": "gains {0} on HumanEval and {1} on MBPP", "domain_shipped": "changes by {0} and {1}"}
+    for name, sentence in names.items():
+        report = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        before, after = report["before"]["tau"], report["after"]["tau"]
+        assert sentence.format(*(f"{after[name] / before[name] - 1:+.1%}" for name in ("humaneval", "mbpp"))) in page
+        assert (report["steps"], report["domain"], report["environment"]["git_dirty"]) == (200, "code", False)
+        if name == "domain":
+            assert f"in 200 steps, which took {report['train_minutes']} minutes" in page
+
+
 def test_quoted_speed_of_the_fused_head():
     report = json.loads((ROOT / "benchmarks" / "results" / "head.json").read_text())
     assert head_table(report["results"]) in (ROOT / "docs" / "fused-head.md").read_text()
