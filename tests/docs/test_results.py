@@ -47,7 +47,9 @@ def test_the_calibration_is_the_one_that_is_described():
     assert f"weight decay of {refitted['weight_decay']}: {losses}" in " ".join(table.split())
     assert f"{fitted['fitted']['ece']:.2%}".replace("%", " %") in table
     assert fitted["held_out"]["temperatures"] == calibration["temperatures"]
-    assert f"mean ECE of survival is {mean:.2%}".replace("%", " %") in " ".join((ROOT / "README.md").read_text().split())
+    assert f"mean ECE of survival is {mean:.2%}".replace("%", " %") in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
 
 
 def test_the_shipped_drafter_is_better_than_the_one_before_on_every_set():
