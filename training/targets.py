@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
+from transformers.utils.hub import extract_commit_hash
 
 
 logger = logging.get_logger(__name__)
@@ -112,11 +113,9 @@ def target_revision(name_or_path: str) -> str | None:
     if Path(source).is_dir():
         return None
     try:
-        path = cached_file(source, "config.json")
+        return extract_commit_hash(cached_file(source, "config.json"), None)
     except OSError:  # what is wrong is said where the target is loaded
         return None
-    folder = Path(str(path)).parent  # snapshots/COMMIT
-    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def check_device(device: str) -> None:
