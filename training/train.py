@@ -71,7 +71,7 @@ def check_given(arguments: DrafterArguments, data: DataArguments | None, *, torc
     if torch_compile and arguments.architecture == "eagle":
         raise ValueError(
             "`torch_compile` cannot be combined with `architecture: eagle`: its steps, each over more keys than the one before, "
-            "are unrolled into one graph, which takes longer to compile than to train. Leave it out."
+            "are unrolled into one graph, whose compilation did not end within ten minutes. Leave it out."
         )
     if data is not None and not data.answers:
         raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")

@@ -220,7 +220,7 @@ def test_without_a_network(hub, small, monkeypatch):
 
 
 def interrupted(process):
-    """What a process says on Ctrl-C, pressed again if the first one met a destructor, in which Python passes over it."""
+    """What a process says on Ctrl-C, pressed again if it is passed over, as beside other work a first one sometimes is."""
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         try:
