@@ -1,12 +1,14 @@
-"""Train DSpark and the drafters that it is compared with on the same data, for the same steps, and measure them alike.
+r"""Train DSpark and the drafters that it is compared with on the same data, for the same steps, and measure them alike.
 
     python -m benchmarks.study --prompts prompts_train.jsonl --answers answers.jsonl --steps 1500
     python -m benchmarks.study --prompts prompts_train.jsonl --answers answers.jsonl --groups main --steps 300 --limit 5
+    python -m benchmarks.study --prompts prompts_train.jsonl --answers answers.jsonl --groups main --steps 3000 \
+        --drafters dspark dflash eagle --work runs/study_long --output study_long.json
 
 Every drafter reads the same features, sees the same conversations, anchors and losses in the same order, and starts from
 the same target layers; what a name stands for is all that differs. The target answers the evaluation prompts greedily
 once, and each drafter is replayed over those answers. A study that was stopped goes on where it was. Groups: `main` (all
-kinds of drafters), `depth` (1 to 3 layers) and `block` (blocks of 4 to 16 drafts).
+kinds of drafters), `depth` (1 to 5 layers) and `block` (blocks of 4 to 16 drafts).
 """
 
 import argparse
@@ -49,7 +51,7 @@ RECIPE: dict[str, Any] = {  # of the shipped drafter, whose trials were made wit
     "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": True,
     "use_cpu": True, "logging_steps": 50, "save_steps": 100, "save_total_limit": 1, "report_to": "none",
 }  # fmt: skip
-WARM_START = {1: [29], 2: [28, 29], 3: [27, 28, 29]}
+WARM_START = {1: [29], 2: [28, 29], 3: [27, 28, 29], 5: [25, 26, 27, 28, 29]}
 PLAIN_HEADS = {"markov_rank": 0, "confidence_head": False}
 KINDS: dict[str, dict[str, Any]] = {
     "dspark": {},
@@ -61,9 +63,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "main": KINDS,
-    "depth": {f"{kind}-depth-{n}": KINDS[kind] | {"num_draft_layers": n} for n in (1, 3) for kind in COMPARED},
+    "depth": {f"{kind}-depth-{n}": KINDS[kind] | {"num_draft_layers": n} for n in (1, 3, 5) for kind in COMPARED},
     "block": {f"{kind}-block-{n}": KINDS[kind] | {"block_size": n} for n in (4, 8, 12, 16) for kind in COMPARED},
 }
+DRAFTERS = tuple(name for members in GROUPS.values() for name in members)
 DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
     "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
@@ -83,6 +86,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts of each set")
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="of the answers that are replayed")
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=list(GROUPS), help="what to train")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, metavar="NAME", help=f"only these of {DRAFTERS}")
     parser.add_argument("--steps", type=positive_int, default=1500, help="of every training")
     parser.add_argument("--seed", type=int, default=0, help="of every training")
     parser.add_argument("--calibration-prompts", type=positive_int, default=200, metavar="N", help="without answers")
@@ -200,12 +204,24 @@ def references(sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
     ]
 
 
+def chosen(options: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
+    """Group, name and fields of what is to be trained.
+
+    Raises:
+        ValueError: if none of `--drafters` is in `--groups`.
+    """
+    every = [(group, name, fields) for group in options.groups for name, fields in GROUPS[group].items()]
+    found = [one for one in every if not options.drafters or one[1] in options.drafters]
+    if not found:
+        raise ValueError(f"None of --drafters {' '.join(options.drafters)} is in --groups {' '.join(options.groups)}.")
+    return found
+
+
 def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
     """Train and measure what is not there yet; results in the order of the groups."""
     work = Path(options.work)
     results, target = references(sets), None
-    chosen = [(group, name, GROUPS[group][name]) for group in options.groups for name in GROUPS[group]]
-    for group, name, fields in tqdm(chosen, desc="Drafters"):
+    for group, name, fields in tqdm(chosen(options), desc="Drafters"):
         folder = work / name
         settings = {"fields": RECIPE | fields, "steps": options.steps, "seed": options.seed, "limit": options.limit}
         record = folder / "result.json"
@@ -241,6 +257,7 @@ def run(options: argparse.Namespace) -> None:
     """Train, measure, print, write and plot."""
     if options.plots:
         require_matplotlib("--plots")
+    with_ours = OURS in {name for _, name, _ in chosen(options)}
     facts = environment("bfloat16")
     Path(options.work).mkdir(parents=True, exist_ok=True)
     conversations = num_answers(options.prompts, options.answers)
@@ -259,13 +276,13 @@ def run(options: argparse.Namespace) -> None:
         "definitions": DEFINITIONS,
         "results": results,
     }
-    if "main" in options.groups:
+    if with_ours:
         content["confidence"] = confidence(options, unseen)
     print(f"\n{study_tables(content)}\nwritten to {write_json(options.output, content)}")
     if options.plots:
         folder = Path(options.plots)
         plots = plot_study(results, folder)
-        if "main" in options.groups:
+        if with_ours:
             plots += copy_plots(Path(options.work), folder)
         print(*(f"written to {path}" for path in plots), sep="\n")
 

@@ -106,6 +106,17 @@ def test_a_study_is_written_resumed_and_drawn(tiny_study, tmp_path, capsys):
     assert tiny_study[4:] == ["dflash"]
 
 
+def test_drafters_can_be_chosen(tiny_study, tmp_path):
+    more = ["--target", str(tmp_path / "target"), "--groups", "main", "--plots", str(tmp_path / "plots")]
+    study.run(options(tmp_path, *more, "--drafters", "dflash"))
+    report = json.loads((tmp_path / "study.json").read_text())
+    assert [case["drafter"] for case in report["results"]] == ["plain target", "prompt lookup", "dflash"]
+    assert tiny_study == ["dflash"]
+    assert "confidence" not in report  # it is of `dspark`
+    with pytest.raises(ValueError, match="None of --drafters mtp-1 is in --groups main"):
+        study.run(options(tmp_path, *more, "--drafters", "mtp-1"))
+
+
 def test_other_evaluation_prompts_are_refused(tiny_study, tmp_path):
     study.run(options(tmp_path, "--target", str(tmp_path / "target"), "--groups", "main"))
     with pytest.raises(ValueError, match="choose another `--work`"):
