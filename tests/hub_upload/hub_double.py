@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -91,6 +92,13 @@ class HubDouble:
         """How many requests there were like this."""
         return sum(re.search(pattern, line) is not None for line in self.requests)
 
+    def was_asked(self, pattern, seconds=10):
+        """Whether there is a request like this, for whose head there is time: its client may have given up on the rest."""
+        deadline = time.monotonic() + seconds
+        while not self.count(pattern) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.count(pattern) > 0
+
 
 class _Handler(BaseHTTPRequestHandler):
     """One connection: finds the answer to a request among `_ROUTES`, and sends it."""
@@ -104,9 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self):
         line = f"{self.command} {unquote(self.path)}"
-        self.double.requests.append(line)
         if self.headers.get("Host", "").startswith("localhost"):  # the other host must not see a token
             self.double.leaked |= "Authorization" in self.headers
+        self.double.requests.append(line)
         self.fate = self.double.fault(line) or Fault("")
         if self.fate.stall:
             self.double.stalled.set()
