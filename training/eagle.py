@@ -2,7 +2,8 @@
 
 It reads what a DSpark drafter reads (fused target features) and the token after each of them, and feeds its own hidden
 state back for the next draft. Training unrolls those steps ("training-time test"). With `block_size=1` it is a
-multi-token-prediction module of one token. Made for studies: it trains, and is replayed, but has no decoding loop.
+multi-token-prediction module of one token. Made for studies: it trains, is replayed and drafts greedily for one text, but
+`generate` does not take it.
 
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `D` hidden size, `H` heads, `d` head size.
 """
@@ -14,6 +15,8 @@ from torch import nn
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.backbone_dspark import DSparkDecoderLayer, DSparkRMSNorm
+from modeling_dspark.cache_dspark import RaggedCache
+from modeling_dspark.drafting_dspark import argmax
 from modeling_dspark.target_dspark import TargetBinding
 from training.blocks import Blocks
 from training.forward import BlockOutputs
@@ -85,6 +88,37 @@ class EagleDrafter(DSparkModel):
             hidden.append(self.norm(state))
         return BlockOutputs(torch.stack(hidden, dim=2)[blocks.supervised], None, None)
 
+    @torch.no_grad()
+    def draft(
+        self, binding: TargetBinding, cache: RaggedCache, tokens: torch.Tensor, features: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Greedy drafts `[1, num_tokens]` of one text, one after the other.
+
+        Args:
+            binding ([`TargetBinding`]): The target's embedding and LM head.
+            cache ([`RaggedCache`]): One row, of all pairs before; advanced over the pairs of this call.
+            tokens (`torch.LongTensor` of shape `(1, C)`): The token after each position that is new, the anchor last.
+            features (`torch.Tensor` of shape `(1, C, L * D)`): Of those positions.
+            num_tokens (`int`): Drafts to make.
+        """
+        layer: DSparkDecoderLayer = self.layers[0]  # type: ignore[assignment]  # of a module list
+        known, end = cache.lengths[0], cache.lengths[0] + features.shape[1]
+        cache.reserve(end + num_tokens)
+        inputs, drafts = self._join(binding, tokens, self.fc(features.to(self.dtype))), []
+        place = known
+        while True:
+            positions = torch.arange(place, place + inputs.shape[1], device=inputs.device)[None]
+            new_keys, new_values = _keys_and_values(self, layer, inputs, positions)
+            keys, values = cache.buffers(0, new_keys, new_values)
+            place += inputs.shape[1]
+            keys[:1, place - inputs.shape[1] : place], values[:1, place - inputs.shape[1] : place] = new_keys, new_values
+            state = self._layer(layer, inputs[:, -1:], positions[:, -1:], keys[:1, :place], values[:1, :place], None)
+            drafts.append(self.to_target_ids(argmax(binding.draft_logits(self.norm(state)[0])))[None])
+            if len(drafts) == num_tokens:
+                cache.lengths[0] = end
+                return torch.cat(drafts, dim=1)
+            inputs = self._join(binding, drafts[-1], state)
+
     def _join(self, binding: TargetBinding, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         embedded = self.embed_norm(binding.embed(tokens, like=self.norm.weight))
         return self.in_proj(torch.cat([embedded, self.hidden_norm(states)], dim=-1))
@@ -96,7 +130,7 @@ class EagleDrafter(DSparkModel):
         positions: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> torch.Tensor:
         attention = layer.self_attn
         queries = attention.queries(layer.input_layernorm(inputs), self.rotary_emb(inputs, positions))
@@ -104,7 +138,7 @@ class EagleDrafter(DSparkModel):
             queries.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=visible[:, None],
+            attn_mask=None if visible is None else visible[:, None],
             scale=attention.scaling,
             enable_gqa=True,
         )

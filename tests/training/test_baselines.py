@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.backbone_dspark import rotate
-from modeling_dspark.cache_dspark import DSparkCache
+from modeling_dspark.cache_dspark import DSparkCache, RaggedCache
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.blocks import make_blocks
 from training.data import Conversation
@@ -81,6 +81,24 @@ def test_the_autoregressive_drafter_is_a_causal_layer_run_once_a_token():
         hidden = drafter(binding, blocks, input_ids=ids, features=features).hidden.view(4, 4, -1)
     for row, anchor in enumerate(anchors[0].tolist()):
         assert_close(hidden[row], naive_states(drafter, binding, ids, features, anchor), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_it_drafts_as_it_was_trained():
+    """Rounds with a cache against whole causal passes over the drafts, whose tokens they must be."""
+    target = tiny_target("llama")
+    drafter = eagle(target)
+    ids = torch.randint(4, VOCAB, (1, 20))
+    binding, features = features_of(target, drafter, ids)
+    cache, known = RaggedCache(1), 0
+    for anchor in (3, 4, 9):  # what a round drafted is overwritten by the next
+        new = slice(known, anchor)
+        drafts = drafter.draft(binding, cache, ids[:, known + 1 : anchor + 1], features[:, new], num_tokens=4)
+        known = cache.lengths[0]
+        assert known == anchor
+        text = torch.cat([ids[:, : anchor + 1], drafts], dim=1)
+        states = naive_states(drafter, binding, text, features, anchor)
+        assert drafts[0].tolist() == drafter.to_target_ids(binding.draft_logits(states).argmax(-1)).tolist()
 
 
 @torch.no_grad()
