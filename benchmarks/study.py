@@ -8,7 +8,7 @@ r"""Train DSpark and the drafters that it is compared with on the same data, for
 Every drafter reads the same features, sees the same conversations, anchors and losses in the same order, and starts from
 the same target layers; what a name stands for is all that differs. The target answers the evaluation prompts greedily
 once, and each drafter is replayed over those answers. A study that was stopped goes on where it was. Groups: `main` (all
-kinds of drafters), `depth` (1 to 5 layers) and `block` (blocks of 4 to 16 drafts).
+kinds of drafters), `depth` (1 to 5 layers) and `block` (blocks of 1 to 16 drafts).
 """
 
 import argparse
@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "main": KINDS,
     "depth": {f"{kind}-depth-{n}": KINDS[kind] | {"num_draft_layers": n} for n in (1, 3, 5) for kind in COMPARED},
-    "block": {f"{kind}-block-{n}": KINDS[kind] | {"block_size": n} for n in (4, 8, 12, 16) for kind in COMPARED},
+    "block": {f"{kind}-block-{n}": KINDS[kind] | {"block_size": n} for n in (1, 4, 8, 12, 16) for kind in COMPARED},
 }
 DRAFTERS = tuple(name for members in GROUPS.values() for name in members)
 DEFINITIONS = {

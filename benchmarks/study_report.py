@@ -19,6 +19,7 @@ from training.evaluation_report import FORMAT, EvalReport
 
 OURS = "dspark"
 COMPARED = (OURS, "dflash")
+EAGLE = "eagle"
 _DRAWS = 2000
 
 
@@ -29,6 +30,8 @@ def study_tables(content: dict[str, Any]) -> str:
     parts = [f"{group}\n\n{tau_table(results, group)}" for group in groups]
     if any(case["drafter"] == OURS for case in results):
         parts.append(f"margins\n\n{margin_table(results)}")
+    if "depth" in groups:
+        parts.append(f"margins by depth\n\n{depth_table(results)}")
     if "main" in groups:
         parts.append(f"acceptance by slot\n\n{acceptance_table(results)}")
     if "confidence" in content:
@@ -60,6 +63,19 @@ def margin_table(results: Sequence[dict[str, Any]]) -> str:
         mean, low, high = margin(ours["rounds"], other["rounds"])
         rows.append([name, *(f"{ratio - 1:+.1%}" for ratio in ratios), f"{mean:+.1%} [{low:+.1%}, {high:+.1%}]"])
     return markdown_table([f"{OURS} over", *ours["rounds"], "all"], rows)
+
+
+def depth_table(results: Sequence[dict[str, Any]]) -> str:
+    """DSpark's margins by its number of layers: over DFlash with as many, and over the autoregressive drafter with one."""
+    by_name = {case["drafter"]: case for case in results}
+    rows = []
+    for case in _of_kind(results, OURS, "depth"):
+        other = by_name.get(case["drafter"].replace(OURS, COMPARED[1], 1))
+        found = [margin(case["rounds"], held["rounds"]) if held else None for held in (other, by_name.get(EAGLE))]
+        cells = ["-" if each is None else f"{each[0]:+.1%} [{each[1]:+.1%}, {each[2]:+.1%}]" for each in found]
+        rows.append([case["settings"]["fields"]["num_draft_layers"], *cells])
+    rows.sort()
+    return markdown_table(["layers of dspark", f"over {COMPARED[1]} with as many", f"over {EAGLE} with one"], rows)
 
 
 def margin(ours: dict[str, list[int]], other: dict[str, list[int]]) -> tuple[float, float, float]:
@@ -153,17 +169,21 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return written
 
 
+def _of_kind(results: Sequence[dict[str, Any]], kind: str, group: str) -> list[dict[str, Any]]:
+    """A drafter of the main group, and its variants in another one."""
+    return [case for case in results if case["drafter"] == kind or case["drafter"].startswith(f"{kind}-{group}-")]
+
+
 def _lines_by(results: Sequence[dict[str, Any]], group: str, field: str) -> dict[str, list[tuple[int, float]]]:
     lines = {}
     for kind in COMPARED:
-        cases = [case for case in results if case["drafter"] == kind or case["drafter"].startswith(f"{kind}-{group}-")]
-        points = [(case["settings"]["fields"][field], case["tau"]["all"]) for case in cases]
+        points = [(case["settings"]["fields"][field], case["tau"]["all"]) for case in _of_kind(results, kind, group)]
         if len(points) > 1:
             lines[kind] = sorted(points)
     return lines
 
 
 __all__ = [
-    *("COMPARED", "OURS", "acceptance_table", "confidence_tables", "margin", "margin_table"),
+    *("COMPARED", "OURS", "acceptance_table", "confidence_tables", "depth_table", "margin", "margin_table"),
     *("plot_study", "study_tables", "tau_table"),
 ]

@@ -197,6 +197,27 @@ class TestMargins:
         assert [line.split("|")[1].strip() for line in lines[2:]] == ["plain target", "dflash"]
         assert "+20.0% [+20.0%, +20.0%]" in lines[3]
 
+    def test_by_depth_like_is_held_against_like(self):
+        cases = [
+            {"drafter": name, "rounds": {"one": [rounds]}, "settings": {"fields": {"num_draft_layers": layers}}}
+            for name, layers, rounds in (
+                ("dspark", 2, 10),
+                ("dflash", 2, 12),
+                ("eagle", 1, 9),
+                ("dspark-depth-1", 1, 12),
+                ("dflash-depth-1", 1, 15),
+                ("dspark-depth-5", 5, 8),
+                ("dspark-block-4", 2, 1),
+            )
+        ]
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in study_report.depth_table(cases).splitlines()[2:]
+        ]
+        one, two, five = "+25.0% [+25.0%, +25.0%]", "+20.0% [+20.0%, +20.0%]", "-"
+        assert [row[:2] for row in rows] == [["1", one], ["2", two], ["5", five]]
+        assert [row[2].split()[0] for row in rows] == ["-25.0%", "-10.0%", "+12.5%"]
+
 
 class TestDomain:
     def options(self, tmp_path, *more):
