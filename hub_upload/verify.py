@@ -76,6 +76,7 @@ def verify(
     revision: str | None = None,
     report: str | None = None,
     accepted_code: str | None = None,
+    dry_run: bool = False,
 ) -> Iterator[Check]:
     """Check a drafter; yields each row of the verdict as soon as it is known.
 
@@ -85,6 +86,7 @@ def verify(
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         report (`str`, *optional*): A report of `training.evaluate`, whose claims then count, or of `benchmarks.latency`.
         accepted_code (`str`, *optional*): Digest of code that is not the installed project's and may run.
+        dry_run (`bool`, *optional*, defaults to `False`): Check what can be checked without running the drafter.
 
     Raises:
         ValueError: if an argument does not fit; says which.
@@ -98,6 +100,9 @@ def verify(
         claims = claims or found
         runs &= not (check.name in ("files", "code") and check.verdict == FAIL)
         yield check
+    if dry_run:
+        yield Check("decoding", OPEN, f"not run: it would load the drafter and answer {_num_prompts(sets)} prompts twice")
+        return
     if not runs:
         yield Check("decoding", FAIL, "not run: what is wrong above would run code that nobody has looked at")
         return
@@ -126,9 +131,13 @@ def _prompts(settings: Settings) -> dict[str, PromptSet]:
         )
     _, lines, records = read_sets(settings.prompts, group_by=None, limit=settings.limit)
     sets = plan_sets(lines, records, load_tokenizer(settings.target), longest=512)
-    if (found := sum(len(part.prompts) for part in sets.values())) < FEWEST:
+    if (found := _num_prompts(sets)) < FEWEST:
         raise ValueError(f"`--limit`: {found} prompts in all say too little; at least {FEWEST} are needed.")
     return sets
+
+
+def _num_prompts(sets: dict[str, PromptSet]) -> int:
+    return sum(len(part.prompts) for part in sets.values())
 
 
 def _probe(folder: Path, subject: Subject, settings: Settings, prompts: list[list[int]]) -> dict[str, Any]:

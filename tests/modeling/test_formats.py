@@ -139,12 +139,23 @@ def test_specforge_fixture_is_the_drafter_of_deepspec(specforge, golden_drafter)
 def model_optimizer(drafter, **nested):
     """A config with the fields that Model-Optimizer's `DSparkExporter` writes, and no others; and the tensors' names there."""
     config = drafter.config
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
     names += ("intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "initializer_range")
     raw = {name: getattr(config, name) for name in (*names, "attention_bias", "attention_dropout")}
     raw |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": config.block_size}
     raw |= {"rope_theta": config.rope_parameters["rope_theta"], "rope_scaling": None, "tie_word_embeddings": False}
-    raw |= {"torch_dtype": "float32", "num_target_layers": 4, "layer_types": ["full_attention"] * config.num_hidden_layers}
+    raw |= {
+        "torch_dtype": "float32",
+        "num_target_layers": 4,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+    }
     raw["dflash_config"] = {
         "mask_token_id": 3,
         "target_layer_ids": [0, 1, 2],
@@ -192,7 +203,13 @@ def test_a_nested_config_with_our_names_of_tensors(tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 8, "rope_type": "yarn"}
+YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8,
+    "rope_type": "yarn",
+}
 NOISE = {"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [1, 1, 2], "rope_type": "default"}
 
 
