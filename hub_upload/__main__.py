@@ -130,7 +130,9 @@ def verify(
     from hub_upload.verify_command import run
 
     settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
-    raise typer.Exit(run(drafter, settings, revision=revision, report=report, accept_code=accept_code, dry_run=dry_run))
+    raise typer.Exit(
+        run(drafter, settings, revision=revision, report=report, accept_code=accept_code, dry_run=dry_run)
+    )
 
 
 @app.command()

@@ -101,7 +101,9 @@ def verify(
         runs &= not (check.name in ("files", "code") and check.verdict == FAIL)
         yield check
     if dry_run:
-        yield Check("decoding", OPEN, f"not run: it would load the drafter and answer {_num_prompts(sets)} prompts twice")
+        yield Check(
+            "decoding", OPEN, f"not run: it would load the drafter and answer {_num_prompts(sets)} prompts twice"
+        )
         return
     if not runs:
         yield Check("decoding", FAIL, "not run: what is wrong above would run code that nobody has looked at")
