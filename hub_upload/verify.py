@@ -101,9 +101,6 @@ def verify(
         runs &= not (check.name in ("files", "code") and check.verdict == FAIL)
         yield check
     if dry_run:
-        yield Check(
-            "decoding", OPEN, f"not run: it would load the drafter and answer {_num_prompts(sets)} prompts twice"
-        )
         return
     if not runs:
         yield Check("decoding", FAIL, "not run: what is wrong above would run code that nobody has looked at")
@@ -133,13 +130,9 @@ def _prompts(settings: Settings) -> dict[str, PromptSet]:
         )
     _, lines, records = read_sets(settings.prompts, group_by=None, limit=settings.limit)
     sets = plan_sets(lines, records, load_tokenizer(settings.target), longest=512)
-    if (found := _num_prompts(sets)) < FEWEST:
+    if (found := sum(len(part.prompts) for part in sets.values())) < FEWEST:
         raise ValueError(f"`--limit`: {found} prompts in all say too little; at least {FEWEST} are needed.")
     return sets
-
-
-def _num_prompts(sets: dict[str, PromptSet]) -> int:
-    return sum(len(part.prompts) for part in sets.values())
 
 
 def _probe(folder: Path, subject: Subject, settings: Settings, prompts: list[list[int]]) -> dict[str, Any]:

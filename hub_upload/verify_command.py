@@ -34,6 +34,8 @@ def run(
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
     if still_open:
         verdict += f"; nothing to check against: {', '.join(still_open)}"
+    if dry_run:
+        verdict += "; a dry run: the drafter was not loaded, and no prompt was answered"
     typer.echo(f"\n{verdict}")
     return 1 if failed else 0
 

@@ -215,7 +215,8 @@ def _deepspec_notes(config: DSparkConfig, *, with_copies: bool) -> list[str]:
         notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads `vanilla` alone.")
     if not config.enable_confidence_head:
         notes.append(
-            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks."
+            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks or estimates "
+            "acceptance by itself."
         )
     elif not config.confidence_head_with_markov:
         notes.append("The confidence head reads no Markov embedding: SGLang before 0.5.23 may refuse it.")
