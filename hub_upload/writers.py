@@ -16,6 +16,7 @@ from hub_upload.sources import Checkpoint, Target
 from hub_upload.streaming import Piece, rows_piece, small_piece, stored_piece
 from modeling_dspark import DSparkConfig
 from modeling_dspark.formats_dspark import DEEPSPEC_ROWS, HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, SPECULATORS, Format
+from modeling_dspark.translation_dspark import scales
 
 
 SPECULATORS_VERSION = "0.9.0"  # whose files were looked at, and which reads ours in the tests
@@ -75,8 +76,10 @@ def to_speculators(checkpoint: Checkpoint, target: Target | None) -> Draft:
         )
     if ids is not None and not torch.equal(ids, ids.sort().values):
         problems.append("the tokens of the draft vocabulary are not in ascending order, as `t2d` has them")
-    if target is not None and any("gemma" in name.lower() for name in target.architectures):
-        problems.append("the target scales its embedding, and speculators' drafters read it without the scale")
+    if target is not None and scales(target.architectures):
+        problems.append(
+            "the target scales its embedding or its logits, and speculators' drafters read both as they are stored"
+        )
     _refuse("speculators", problems)
     raw = _inverse(SPECULATORS, config)
     raw["transformer_layer_config"] |= _layers(config) | _QWEN3
@@ -212,7 +215,8 @@ def _deepspec_notes(config: DSparkConfig, *, with_copies: bool) -> list[str]:
         notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads `vanilla` alone.")
     if not config.enable_confidence_head:
         notes.append(
-            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks."
+            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks or estimates "
+            "acceptance by itself."
         )
     elif not config.confidence_head_with_markov:
         notes.append("The confidence head reads no Markov embedding: SGLang before 0.5.23 may refuse it.")

@@ -30,6 +30,12 @@ OWN_FIELDS = (
 )
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's
 DROPPED = (*COPIES, "t2d")  # `t2d` says what `d2t` says
+# What drafters in several formats have that no tensor tells: causal blocks, attention sinks, rotary embeddings of
+# neighbouring dimensions, blocks that are told how noisy they are.
+_TRAITS = {
+    **dict.fromkeys(("dflash_query_causal", "is_causal", "attention_sink_bias", "log_snr_conditioning"), (False,)),
+    "rope_is_neox_style": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ SPECULATORS = Format(
     },
     layer_shift=-1,
     anchor_slot="sample_from_anchor",
-    neutral={"speculators_model_type": ("dspark", "dflash")},
+    neutral={**_TRAITS, "speculators_model_type": ("dspark", "dflash")},
 )
 _NESTED = Format(
     "DFlash",
@@ -122,8 +128,9 @@ _NESTED = Format(
         ),
     },
     neutral={
-        **dict.fromkeys(("is_causal", "dflash_config.causal", "dflash_config.use_swa"), (False,)),
-        **dict.fromkeys(("attention_sink_bias", "dflash_config.attention_sink_bias"), (False,)),
+        **_TRAITS,
+        **dict.fromkeys(("dflash_config.causal", "dflash_config.use_swa"), (False,)),
+        "dflash_config.attention_sink_bias": (False,),
         **dict.fromkeys(("dflash_config.input_embedding_scale", "dflash_config.output_multiplier"), (1.0,)),
         "dflash_config.attention_mode": ("gqa",),
     },
@@ -158,6 +165,7 @@ DFLASH = replace(
 DEEPSPEC = Format(
     "DeepSpec",
     required=("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers"),
+    neutral={**_TRAITS, "sample_from_anchor": (True,)},
     architectures=("Qwen3DSparkModel",),
 )
 # All layers of a drafter for Gemma 4 are like the target's layers with full attention.
@@ -177,6 +185,7 @@ _GEMMA4 = replace(
     },
     fixed={**GEMMA4_TRAITS, "attention_k_eq_v": False},
     neutral={
+        **DEEPSPEC.neutral,
         **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp"), (False,)),
         "hidden_size_per_layer_input": (0,),
     },

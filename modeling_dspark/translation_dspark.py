@@ -3,11 +3,15 @@
 What a config leaves out is taken from the shapes of the tensors. Nothing is read from files here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .formats_dspark import HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, Format, look_up
 from .tensor_files_dspark import StoredTensor
+
+
+# Families that scale their embedding or their logits, or soft-cap these, as the names of their architectures have them.
+_SCALED = ("cohere", "falconh1", "gemma", "granite", "hyperclovax", "minicpm3", "nanochat")
 
 
 def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -20,14 +24,20 @@ def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, Stored
         fields |= {name: value for name, value in old.items() if value is not None}
     fields |= kind.fixed
     fields["target_layer_ids"] = [layer_id + kind.layer_shift for layer_id in fields["target_layer_ids"]]
-    anchor = kind.anchor_slot if isinstance(kind.anchor_slot, bool) else bool(look_up(raw, kind.anchor_slot))
-    fields |= {"sample_from_anchor": anchor, "block_size": fields["block_size"] - (not anchor)}
+    anchor, slots = _anchor_drafts(kind, raw), fields["block_size"]
+    if not isinstance(slots, int):
+        raise TypeError(f"`block_size` is {slots!r}")
+    fields |= {"sample_from_anchor": anchor, "block_size": slots - (not anchor)}
     fields.setdefault("num_target_layers", None)
     if fields.get("draft_vocab_size") == fields["vocab_size"] and "d2t" not in tensors:
         del fields["draft_vocab_size"]
     if not fields["markov_rank"]:
         fields |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
     return fields
+
+
+def _anchor_drafts(kind: Format, raw: Mapping[str, Any]) -> bool:
+    return kind.anchor_slot if isinstance(kind.anchor_slot, bool) else bool(look_up(raw, kind.anchor_slot))
 
 
 def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -41,7 +51,7 @@ def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any
         "markov_rank": rank,
         "markov_head_type": "rnn" if rnn else "gated" if gated else "vanilla",
         "enable_confidence_head": reads > 0,
-        "confidence_head_with_markov": rank > 0 and reads != shapes.get("hidden_norm.weight", (0,))[0],
+        "confidence_head_with_markov": rank > 0 and reads not in (0, *shapes.get("hidden_norm.weight", ())),
         "head_dim": head_dim,
     }
     return {name: value for name, value in implied.items() if value is not None}
@@ -65,7 +75,22 @@ def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
         problems.append(f"`architectures` are {named} (supported: {list(kind.architectures)})")
     if unknown := sorted((look_up(raw, kind.heads) or {}).keys() - set(kind.known)) if kind.known else []:
         problems.append(f"`{kind.heads}` has fields that are not known here: {unknown}")
-    return problems + _unsupported_targets(raw, layers)
+    return problems + _unsupported_targets(raw, layers) + _contradictory_slots(kind, raw)
+
+
+def _contradictory_slots(kind: Format, raw: Mapping[str, Any]) -> list[str]:
+    """A block that is said to draft as many tokens as it has slots, in the layout whose anchor drafts none.
+
+    Read in the wrong layout, each draft is one position off: no error, and few drafts are kept.
+    """
+    slots = kind.read(raw, "block_size")
+    methods = look_up(raw, "speculators_config.proposal_methods") or ()
+    if _anchor_drafts(kind, raw) or slots not in [look_up(method, "speculative_tokens") for method in methods]:
+        return []
+    return [
+        f"`speculative_tokens` is {slots}, as is `block_size`, and without `{kind.anchor_slot}=true` one slot of these drafts "
+        "none; write into its config.json which of the two layouts it was trained in"
+    ]
 
 
 def _unsupported_targets(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> list[str]:
@@ -74,11 +99,17 @@ def _unsupported_targets(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> l
     if size is not None and size != layers.get("hidden_size"):
         problems.append(f"`target_hidden_size` is {size}, and the drafter's `hidden_size` {layers.get('hidden_size')}")
     verifiers = look_up(raw, "speculators_config.verifier.architectures") or []
-    if any("gemma" in str(name).lower() for name in verifiers):
+    if scales(verifiers):
         problems.append(
-            f"the verifier is {verifiers}: speculators trains on its embedding without the scale that the target has"
+            f"the verifier is {verifiers}: speculators trains on its embedding and LM head as they are stored, without the "
+            "scales and the soft cap that the target applies"
         )
     return problems
 
 
-__all__ = ["fields_of", "unsupported"]
+def scales(architectures: Iterable[Any]) -> bool:
+    """Whether a target with one of these names does more with its embedding or its LM head than multiply by it."""
+    return any(family in str(name).lower() for family in _SCALED for name in architectures)
+
+
+__all__ = ["fields_of", "scales", "unsupported"]

@@ -401,6 +401,17 @@ class TestPackage:
         assert not (tmp_path / "out" / "facts.yaml").exists()
         package(folder, tmp_path / "out", overwrite=True)
 
+    def test_config_and_card_name_one_target(self, folder, tmp_path):
+        """The card's, even where training wrote a folder into the config."""
+        set_fact(folder, reports=["../greedy.json"])
+        edit(folder / "config.json", lambda config: config.update(target_name_or_path=str(tmp_path)))
+        package(folder, tmp_path / "out")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["target_name_or_path"] == ModelCard.load(tmp_path / "out" / "README.md").data.base_model
+        assert config["target_name_or_path"] == "org/tiny-target"
+        with pytest.raises(ValueError, match="`target` is `org/other`, and `base_model` in .* `org/tiny-target`"):
+            package(folder, tmp_path / "other", target_name="org/other")
+
     def test_an_edited_or_stale_card_is_refused(self, folder, tmp_path):
         set_fact(folder, reports=["../greedy.json"])
         write_card(folder)

@@ -1,6 +1,8 @@
 """Conversions give back what went in, bit by bit; what a format cannot hold is refused; a folder is whole or not there."""
 
+import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -377,22 +379,63 @@ class TestStreaming:
         assert size > 100e6
         assert large - small < size / 4
 
+    @pytest.mark.slow
+    def test_three_gigabytes_in_less_than_one(self, tmp_path):
+        """A checkpoint of the size of one for Qwen3-8B, in three shards; each tensor comes out where it belongs."""
+        config = tiny_drafter(tiny_target("qwen3")).config
+        sizes = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 8}
+        for name, value in (sizes | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}).items():
+            setattr(config, name, value)
+        config.markov_rank = 256
+        sparse_checkpoint(tmp_path / "large", config, num_shards=3)
+        (peak,) = peaks_of(tmp_path, "large")
+        path = tmp_path / "large-out" / "model.safetensors"
+        size, tensors = path.stat().st_size, read_header(path)
+        marks = {}
+        with path.open("rb") as file:
+            for name, tensor in tensors.items():
+                file.seek(tensor.stop - 2)
+                marks[name] = file.read(2)
+        path.unlink()
+        assert size > 3e9
+        assert peak < 1e9, peak
+        assert len(marks) == 8 * 11 + 7
+        assert marks == {name: mark_of(name) for name in marks}
 
-def sparse_checkpoint(folder, config):
-    """A bf16 checkpoint of zeros that takes no disk."""
+
+def mark_of(name):
+    """The last number of a tensor of a sparse checkpoint."""
+    return hashlib.sha256(name.encode()).digest()[:2]
+
+
+def sparse_checkpoint(folder, config, num_shards=1):
+    """A bf16 checkpoint that takes no disk: zeros, but for the last number of each tensor."""
     folder.mkdir()
     config.save_pretrained(folder)
     with torch.device("meta"):
         state = DSparkModel(config).to(torch.bfloat16).state_dict()
+    index = {"metadata": {}, "weight_map": {}}
+    for number in range(num_shards):
+        file = "model.safetensors" if num_shards == 1 else f"model-{number}.safetensors"
+        part = dict(list(state.items())[number::num_shards])
+        index["weight_map"] |= dict.fromkeys(part, file)
+        sparse_file(folder / file, {name: list(tensor.shape) for name, tensor in part.items()})
+    if num_shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def sparse_file(path, shapes):
     header, start = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in state.items():
-        stop = start + 2 * tensor.numel()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    for name, shape in shapes.items():
+        stop = start + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + start)
+        for name in shapes:
+            file.seek(8 + len(text) + header[name]["data_offsets"][1] - 2)
+            file.write(mark_of(name))
 
 
 def peaks_of(folder, *names):

@@ -36,7 +36,11 @@ def test_pushed_loaded_generated(hub, tiny_pair, packaged, tmp_path):
     hub.store.create("org/empty", private=True)
     hub.faults.append(Fault("GET /storage/", cut=5000))
     hub.store.moved["org/former-name"] = REPO
+    hub.store.create("org/moved-file", private=True)
+    moved = {"config.json": "config.json", "modeling_dspark.py": "code/modeling_dspark.py"}
+    hub.store.put("org/moved-file", {there: (packaged / name).read_bytes() for name, there in moved.items()})
     others = [f"{REPO}@v2", f"{REPO}@{'0' * 40}", "eve/private@main", "org/empty@main", "org/former-name@v1"]
+    others.append("org/moved-file@main")
     answer, errors = stranger(hub, tmp_path / "a", REPO, tiny_pair / "target", "v1", *others, token=READER)
     assert answer is not None, errors
     assert answer["assisted"] == answer["plain"]
@@ -50,6 +54,7 @@ def test_pushed_loaded_generated(hub, tiny_pair, packaged, tmp_path):
         assert "is not a valid git identifier" in said[other]
     assert "is not a local folder and is not a valid model identifier" in said["eve/private@main"]
     assert "org/former-name@v1" not in said  # redirected
+    assert "org/moved-file does not appear to have a file named" in said["org/moved-file@main"]
     assert "config.json" in said["org/empty@main"]  # what a push leaves that got no further than an empty repository
 
 

@@ -290,6 +290,18 @@ def test_prompts_of_another_kind_contradict_no_claim(honest, tmp_path, verified,
     assert result.stdout.splitlines()[-1] == "passed; nothing to check against: weights, accepted length"
 
 
+def test_a_dry_run_runs_nothing(honest, copy, monkeypatch):
+    """And finds what is to be found without."""
+    monkeypatch.setattr(verify_module, "_probe", lambda *_: pytest.fail("it was run"))
+    result = run_verify(honest, copy, "--dry-run")
+    assert (result.exit_code, failed(result)) == (0, []), result.output
+    assert set(rows_of(result)) == {"revision", "files", "manifest", "code", "weights", "card"}
+    assert "the drafter was not loaded" in result.stdout.splitlines()[-1]
+    flip(copy)
+    result = run_verify(honest, copy, "--dry-run")
+    assert (result.exit_code, failed(result)) == (1, ["manifest"])
+
+
 def test_pickles_and_secrets_stop_it(honest, copy):
     torch.save({}, copy / "pytorch_model.bin")
     assert failed(run_verify(honest, copy)) == ["files", "manifest", "decoding"]

@@ -136,29 +136,114 @@ def test_specforge_fixture_is_the_drafter_of_deepspec(specforge, golden_drafter)
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_model_optimizer(tmp_path, kind):
-    """Flat names of heads, `use_confidence_head`, `shift_label`; saved again, the tensors have our names."""
-    drafter = tiny_drafter(tiny_target("qwen3"), markov_head_type=kind)
+def model_optimizer(drafter, **nested):
+    """A config with the fields that Model-Optimizer's `DSparkExporter` writes, and no others; and the tensors' names there."""
     config = drafter.config
-    nested = {"mask_token_id": 3, "target_layer_ids": [0, 1, 2], "causal": False, "projector_type": "dspark"}
-    nested |= {"shift_label": True, "markov_rank": 8, "markov_head_type": kind, "use_confidence_head": True}
-    raw = layers_of(drafter) | {"architectures": ["DFlashDraftModel"], "num_target_layers": 4, "block_size": 4}
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    names += ("intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "initializer_range")
+    raw = {name: getattr(config, name) for name in (*names, "attention_bias", "attention_dropout")}
+    raw |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": config.block_size}
+    raw |= {"rope_theta": config.rope_parameters["rope_theta"], "rope_scaling": None, "tie_word_embeddings": False}
+    raw |= {
+        "torch_dtype": "float32",
+        "num_target_layers": 4,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+    }
+    raw["dflash_config"] = {
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 1, 2],
+        "causal": False,
+        "projector_type": "dspark",
+        "shift_label": True,
+        "markov_rank": 8,
+        "markov_head_type": config.markov_head_type,
+        "use_confidence_head": config.enable_confidence_head,
+    } | nested
     tensors = {}
     for name, tensor in drafter.state_dict().items():
         for ours, theirs in MODEL_OPTIMIZER_NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name] = tensor
-    loaded = DSparkModel.from_pretrained(write(tmp_path / "in", raw | {"dflash_config": nested}, tensors))
-    assert loaded.config.sample_from_anchor
-    assert loaded.config.confidence_head_with_markov
-    assert loaded.config.block_size == config.block_size
+    return raw, tensors
+
+
+UNSAID = {"dtype": "float32", "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("confident", [True, False])
+def test_model_optimizer(tmp_path, kind, confident):
+    """Flat names of heads, `use_confidence_head`, `shift_label`; saved again, the tensors have our names."""
+    heads = {"enable_confidence_head": confident, "confidence_head_with_markov": confident}
+    drafter = tiny_drafter(tiny_target("qwen3"), markov_head_type=kind, **heads)
+    loaded = DSparkModel.from_pretrained(write(tmp_path / "in", *model_optimizer(drafter)))
+    assert settings(loaded) == settings(drafter) | UNSAID
     loaded.save_pretrained(tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved.keys() == drafter.state_dict().keys()
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
         assert torch.equal(saved[name], tensor), name
+
+
+def test_a_nested_config_with_our_names_of_tensors(tmp_path):
+    """Model-Optimizer's config over heads below `markov_head.`, as NVIDIA has published some."""
+    drafter = tiny_drafter(tiny_target("qwen3"))
+    raw, _ = model_optimizer(drafter)
+    loaded = DSparkModel.from_pretrained(write(tmp_path, raw, drafter.state_dict()))
+    assert settings(loaded) == settings(drafter) | UNSAID
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8,
+    "rope_type": "yarn",
+}
+NOISE = {"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [1, 1, 2], "rope_type": "default"}
+
+
+@pytest.mark.parametrize("rope", [YARN, NOISE], ids=["yarn", "of the target's"])
+@pytest.mark.parametrize("where", ["DeepSpec", "SpecForge", "Model-Optimizer"])
+def test_rotary_embeddings_are_those_of_transformers(tmp_path, rope, where):
+    """All of these trainers build Qwen3's class from the drafter's config, which scales (YaRN), but turns whole heads: a
+    `partial_rotary_factor` was copied with the target's config and is none of the drafter's."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    drafter = tiny_drafter(tiny_target("qwen3"))
+    raw, tensors = model_optimizer(drafter)
+    heads = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_head_type": "vanilla"}
+    nested = {"mask_token_id": 3, "target_layer_ids": [0, 1, 2], "markov_rank": 8} | heads
+    if where != "Model-Optimizer":
+        tensors = drafter.state_dict()
+        del raw["dflash_config"]
+        raw |= {"architectures": ["Qwen3DSparkModel"]} | nested if where == "DeepSpec" else {}
+        raw |= {"dflash_config": nested | {"projector_type": "dspark"}} if where == "SpecForge" else {}
+    if where == "Model-Optimizer":
+        raw |= {"rope_scaling": rope}  # in the older form, `rope_theta` beside it
+    else:
+        del raw["rope_theta"], raw["rope_scaling"]
+        raw["rope_parameters"] = rope | {"rope_theta": 1e6}
+    loaded = DSparkModel.from_pretrained(write(tmp_path, raw, tensors))
+    sizes = {name: raw[name] for name in ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")}
+    theta = loaded.config.rope_parameters["rope_theta"]
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(**sizes, rope_parameters=rope | {"rope_theta": theta}))
+    positions = torch.tensor([[0, 3, 500]])
+    like = torch.zeros(1)
+    for ours, expected in zip(loaded.rotary_emb(like, positions), theirs(like, positions), strict=True):
+        assert expected.shape[-1] == loaded.config.head_dim
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("where", ["top", "nested"])
@@ -266,10 +351,12 @@ class TestRefusals:
             ({"target_hidden_size": 64}, "target_hidden_size"),
             ({"quantization_config": {"bits": 4}}, "quantised"),
             ({"speculators_config": {"verifier": {"architectures": ["Gemma4ForConditionalGeneration"]}}}, "Gemma4"),
+            ({"speculators_config": {"verifier": {"architectures": ["GraniteForCausalLM"]}}}, "Granite.*scales"),
+            ({"rope_is_neox_style": False}, "rope_is_neox_style=False"),
             ({"markov_rank": 4}, r"mismatched: .*markov_w1.weight is \[61, 8\], expected \[61, 4\]"),
             ({"enable_confidence_head": False, "mask_token_id": 61}, "mask_token_id.*61"),
             ({"markov_head_type": "mlp"}, "markov_head_type.*mlp"),
-            ({"block_size": "five"}, "block_size"),
+            ({"block_size": "five"}, "`block_size` is 'five'"),
         ],
     )
     def test_fields(self, tmp_path, change, message):
@@ -287,6 +374,35 @@ class TestRefusals:
             DSparkModel.from_pretrained(write(tmp_path, raw, tensors))
         for part in ("sliding_attention", "missing: fc.weight", "layer_scalar", "norm.weight is [3], expected [32]"):
             assert part in str(refusal.value)
+
+    @pytest.mark.parametrize("said", [{}, {"sample_from_anchor": False}])
+    def test_more_drafts_than_the_layout_has(self, tmp_path, said):
+        """Without `sample_from_anchor`, the number of drafts tells the layout; where both differ, one is wrong."""
+        raw, tensors = speculators(tiny_drafter(tiny_target("qwen3")))
+        methods = [{"proposal_type": "greedy", "speculative_tokens": 4}]
+        with pytest.raises(ValueError, match="`speculative_tokens` is 4.*which of the two layouts"):
+            DSparkModel.from_pretrained(
+                write(tmp_path, raw | said | {"speculators_config": {"proposal_methods": methods}}, tensors)
+            )
+        methods[0]["speculative_tokens"] = 3
+        older = raw | said | {"speculators_config": {"proposal_methods": methods}}
+        assert DSparkModel.from_pretrained(write(tmp_path, older, tensors)).config.block_size == 3
+
+    @pytest.mark.parametrize(
+        "trait",
+        [
+            *({"sample_from_anchor": False}, {"dflash_query_causal": True}, {"attention_sink_bias": True}),
+            *({"rope_is_neox_style": False}, {"log_snr_conditioning": True}),
+        ],
+        ids=lambda trait: next(iter(trait)),
+    )
+    def test_what_no_tensor_tells(self, tmp_path, trait):
+        """Fields with which others have published drafters in DeepSpec's form: read without them, few drafts are kept."""
+        raw = json.loads((DEEPSPEC / "draft" / "config.json").read_text())
+        tensors = load_file(DEEPSPEC / "draft" / "model.safetensors")
+        DSparkModel.from_pretrained(write(tmp_path, raw, tensors))
+        with pytest.raises(ValueError, match=f"{next(iter(trait))}="):
+            DSparkModel.from_pretrained(write(tmp_path, raw | trait, tensors))
 
     def test_a_block_of_no_size(self, tmp_path):
         raw = layers_of(tiny_drafter(tiny_target("qwen3"))) | {
