@@ -1,11 +1,13 @@
 """What a round of each drafter of a study takes, and so what its accepted length is worth in time.
 
     python -m benchmarks.study_time --work runs/study --threads 1
+    python -m benchmarks.study_time --work runs/study runs/study_long --threads 1
 
 A drafter that is run once a draft keeps more of its drafts, and takes longer over them. Here every drafter drafts behind
 the same context, and the target verifies what it drafts; all take turns in changing order. How many of `n` drafts are kept
-follows from the study's acceptance by slot, so each drafter is judged at every `n`, and at its best. Heads run in PyTorch,
-so that none has a kernel which another lacks.
+follows from the study's acceptance by slot, so each drafter is judged at every `n`, and at its best; those of further
+folders, which were trained for longer, by the same times. Heads run in PyTorch, so that none has a kernel which another
+lacks.
 """
 
 import argparse
@@ -55,7 +57,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "python -m benchmarks.study_time", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
-    parser.add_argument("--work", default="runs/study", help="folder of the trained drafters of `benchmarks.study`")
+    parser.add_argument(
+        "--work", nargs="+", default=["runs/study"], help="folders of `benchmarks.study`, all in the first"
+    )
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), metavar="NAME", help="folders in --work")
     parser.add_argument("--context", type=positive_int, default=256, metavar="N", help="tokens before a round")
     parser.add_argument("--repeats", type=positive_int, default=40, help="turns of everything")
@@ -64,21 +68,26 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def trained(work: Path, name: str) -> tuple[DSparkModel, list[float]]:
-    """A drafter of a study, in bf16, and its acceptance by slot.
+def trained(work: Path, name: str) -> dict[str, Any]:
+    """What a study noted of one drafter.
 
     Raises:
         ValueError: if the study has no such drafter, or has not measured it.
     """
-    folder = work / name
-    if not (folder / "result.json").is_file():
+    record = work / name / "result.json"
+    if not record.is_file():
         raise ValueError(
             f"`--drafters`: `{work}` holds no measured drafter `{name}`; train it with `benchmarks.study`."
         )
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    architecture = ARCHITECTURES[result["settings"]["fields"].get("architecture", "dspark")]
-    drafter = architecture.from_pretrained(folder / "drafter", dtype=torch.bfloat16).eval()
-    return drafter, [share or 0.0 for share in result["acceptance"]]
+    result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    return result
+
+
+def load(work: Path, name: str) -> DSparkModel:
+    """A drafter of a study, in bf16."""
+    architecture = ARCHITECTURES[trained(work, name)["settings"]["fields"].get("architecture", "dspark")]
+    drafter: DSparkModel = architecture.from_pretrained(work / name / "drafter", dtype=torch.bfloat16)
+    return drafter.eval()
 
 
 def verification(target: PreTrainedModel, context: int) -> Callable[[int], object]:
@@ -159,12 +168,12 @@ def heads_in_pytorch() -> Iterator[None]:
         os.environ.update({} if before is None else {VARIABLE: before})
 
 
-def judged(acceptance: Sequence[float], draft: dict[int, float], verify: dict[int, float]) -> dict[str, Any]:
+def judged(acceptance: Sequence[float | None], draft: dict[int, float], verify: dict[int, float]) -> dict[str, Any]:
     """Tokens a round and speed over plain decoding, by the number of drafts."""
     kept, tau = 1.0, 1.0
     taus, speeds = [], []
     for n, share in enumerate(acceptance, start=1):
-        kept *= share
+        kept *= share or 0.0  # a slot that no round reached
         tau += kept
         taus.append(round(tau, 4))
         speeds.append(round(tau * verify[1] / (draft[n] + verify[n + 1]), 4))
@@ -185,12 +194,12 @@ def tables(content: dict[str, Any]) -> str:
         ms = content["verify_ms"]
         rows.append(
             [
-                case["drafter"], f"{case['tau'][last]:.3f}", f"{case['draft_ms'][last]:.1f}", f"{ms[last + 1]:.1f}",
+                case["drafter"], case["steps"], f"{case['tau'][last]:.3f}", f"{case['draft_ms'][last]:.1f}", f"{ms[last + 1]:.1f}",
                 f"{case['speedup'][last]:.3f}", best + 1, f"{case['draft_ms'][best]:.1f}",
                 f"{case['speedup'][best]:.3f}",
             ]
         )  # fmt: skip
-    names = ["drafter", "accepted length", "draft ms", "verify ms", "speed of whole blocks"]
+    names = ["drafter", "steps", "accepted length", "draft ms", "verify ms", "speed of whole blocks"]
     return markdown_table([*names, "best number of drafts", "draft ms", "speed"], rows)
 
 
@@ -198,10 +207,12 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    found = {name: trained(Path(options.work), name) for name in options.drafters}
+    first, *others = map(Path, options.work)
+    found = [(name, trained(first, name)) for name in options.drafters]
+    found += [(name, trained(work, name)) for work in others for name in options.drafters if (work / name).is_dir()]
     facts = environment("bfloat16")
     target = load_target(options.target, "bfloat16")
-    drafters = {name: drafter for name, (drafter, _) in found.items()}
+    drafters = {name: load(first, name) for name in options.drafters}
     with heads_in_pytorch():
         verify, draft = measure(target, drafters, context=options.context, repeats=options.repeats)
     content = {
@@ -212,7 +223,8 @@ def run(options: argparse.Namespace) -> None:
         "definitions": DEFINITIONS,
         "verify_ms": [round(1000 * verify[n], 3) for n in sorted(verify)],
         "results": [
-            {"drafter": name} | judged(acceptance, draft[name], verify) for name, (_, acceptance) in found.items()
+            {"drafter": name, "steps": result["settings"]["steps"]} | judged(result["acceptance"], draft[name], verify)
+            for name, result in found
         ],
     }
     print(f"\n{tables(content)}\n\nwritten to {write_json(options.output, content)}")

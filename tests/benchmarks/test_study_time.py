@@ -26,8 +26,11 @@ def work(tmp_path):
     }
     for name, (drafter, fields, acceptance) in drafters.items():
         drafter.save_pretrained(tmp_path / "work" / name / "drafter")
-        result = {"settings": {"fields": fields}, "acceptance": acceptance}
+        result = {"settings": {"fields": fields, "steps": 8}, "acceptance": acceptance}
         (tmp_path / "work" / name / "result.json").write_text(json.dumps(result))
+    (tmp_path / "longer" / "eagle").mkdir(parents=True)
+    result = {"settings": {"fields": {}, "steps": 24}, "acceptance": [1.0, 1.0, 1.0, 1.0]}
+    (tmp_path / "longer" / "eagle" / "result.json").write_text(json.dumps(result))
     return tmp_path
 
 
@@ -41,13 +44,30 @@ def test_speed_by_hand():
 
 
 def test_the_command_measures_every_number_of_drafts(work, capsys):
-    arguments = ["--work", str(work / "work"), "--target", str(work / "target"), "--output", str(work / "time.json")]
+    arguments = [
+        "--work",
+        str(work / "work"),
+        str(work / "longer"),
+        "--target",
+        str(work / "target"),
+        "--output",
+        str(work / "time.json"),
+    ]
     flags = ["--drafters", "dspark", "eagle", "--context", "12", "--repeats", "2", "--threads", "1"]
     assert study_time.main([*arguments, *flags]) == 0
     report = json.loads((work / "time.json").read_text())
     assert len(report["verify_ms"]) == 5
-    assert [case["drafter"] for case in report["results"]] == ["dspark", "eagle"]
-    assert [case["tau"] for case in report["results"]] == [[1.5, 1.75, 1.875, 1.875], [1.5, 1.75, 1.875, 1.9375]]
+    assert [(case["drafter"], case["steps"]) for case in report["results"]] == [
+        ("dspark", 8),
+        ("eagle", 8),
+        ("eagle", 24),
+    ]
+    assert [case["tau"] for case in report["results"]] == [
+        [1.5, 1.75, 1.875, 1.875],
+        [1.5, 1.75, 1.875, 1.9375],
+        [2, 3, 4, 5],
+    ]
+    assert report["results"][1]["draft_ms"] == report["results"][2]["draft_ms"]
     for case in report["results"]:
         assert min(case["draft_ms"]) > 0
         first = case["tau"][0] * report["verify_ms"][0] / (case["draft_ms"][0] + report["verify_ms"][1])
@@ -65,7 +85,7 @@ def test_a_turn_leaves_the_context_as_it_was(work, monkeypatch):
     verify(3)
     verify(5)
     assert_close(seen[0], seen[1][:, :3])
-    drafter, _ = study_time.trained(work / "work", "dspark")
+    drafter = study_time.load(work / "work", "dspark")
     assert isinstance(drafter, DSparkModel)
     drafts = []
     propose = study_time.propose
