@@ -4,6 +4,7 @@ Moments are drawn by progress, since seconds mean something else on every machin
 tested next to each command.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -45,10 +46,12 @@ def run(words, until=lambda: False):
     command = [sys.executable, "-m", *map(str, words)]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=said)
-        while process.poll() is None and not until():
-            time.sleep(0.01)
-        process.kill()
-        status = process.wait()
+        try:
+            while process.poll() is None and not until():
+                time.sleep(0.01)
+        finally:
+            process.kill()
+            status = process.wait()
         said.seek(0)
         assert status in (0, -signal.SIGKILL), said.read().decode()[-3000:]
     return status == 0
@@ -80,11 +83,10 @@ def files_of(folder):
 def size_of(folder):
     """Bytes of a folder in which files come and go."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # gone
-            continue
+    for parent, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(parent, name).stat().st_size
     return total
 
 
