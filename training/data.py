@@ -43,6 +43,12 @@ class Conversation:
             mask[start:end] = True
         return mask
 
+    @property
+    def content(self) -> bytes:
+        """What training sees of it, for hashes."""
+        spans = [self.response_spans] if self.response_spans else []
+        return str((self.input_ids, self.response_start, *spans)).encode()
+
 
 @dataclass
 class _Sequence:

@@ -132,9 +132,7 @@ class FeatureCache:
     def _name(self, shard: int) -> str:
         digest = hashlib.sha256(json.dumps([self._target_name, self.target_layer_ids]).encode())
         for conversation in self._part(shard):
-            spans = conversation.response_spans
-            content = (conversation.input_ids, conversation.response_start, *([spans] if spans else []))
-            digest.update(str(content).encode())
+            digest.update(conversation.content)
         return f"features-{digest.hexdigest()[:16]}"
 
     def _compute(

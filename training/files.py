@@ -3,6 +3,7 @@
 Knows nothing of what the lines mean.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -45,6 +46,7 @@ def read_jsonl(path: str | Path) -> list[dict]:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file such that it has the old content or the new one, at any moment. Text is written as UTF-8."""
+    _remove_orphans(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with scratch.open("wb") as file:
@@ -56,6 +58,26 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _remove_orphans(path: Path) -> None:
+    """What processes that were killed in `write_atomically` left."""
+    for scratch in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = scratch.suffixes[-2][1:]
+        if process.isdecimal() and not _is_running(int(process)):
+            scratch.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    if sys.platform == "win32":  # where signal 0 is not harmless
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 @contextmanager

@@ -7,30 +7,32 @@ A head that was trained along with its backbone has seen answers that the backbo
 promises too much. The head is linear, so given verified rounds the rest is a logistic regression: `[h_k; W1[prev]]`
 against whether slot `k` was accepted, over the slots whose predecessors were. How far it may go from the trained head is
 found by cross-validation. Only `confidence_head` changes. Calibrate afterwards, on other prompts (`training.calibrate`).
+
+What was recorded stays next to the output, in `OUTPUT-rounds.jsonl` (`training.confidence_inputs`): the same command goes on
+from it, also with more prompts at the end of the file or another `--weight_decay`.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import set_seed
 
-from modeling_dspark import DSparkModel
-from modeling_dspark.block_drafter_dspark import Round
-from modeling_dspark.engine_dspark import Engine
-from modeling_dspark.requests_dspark import Request
-from training.calibrate import CalibrateArguments, load_drafter, load_fitting_target, plan_prompts
+from training.calibrate import (
+    CalibrateArguments,
+    load_drafter,
+    load_fitting_target,
+    plan_prompts,
+    recording_settings,
+)
 from training.commands import exit_status
+from training.confidence_inputs import record_slots
 from training.regenerate import from_command_line, write_atomically
-from training.rounds import Prompt, make_engine, record
 
 
 _WEIGHT_DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # the first lets all weights go, the last little but the offset
@@ -45,7 +47,7 @@ class RefitArguments(CalibrateArguments):
     output: str = field(metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."})
     holdout: float = field(default=0.5, metadata={"help": "Share of the slots to measure on instead of to fit on."})
     seed: int = field(default=0, metadata={"help": "Seed of the answers when sampling."})
-    dry_run: bool = field(default=False, metadata={"help": "Fit and measure, and write nothing."})
+    dry_run: bool = field(default=False, metadata={"help": "Record, fit and measure, and write no drafter."})
     weight_decay: float | None = field(
         default=None,
         metadata={"help": "L2 penalty on the change of the head's weights; by default found by cross-validation."},
@@ -69,46 +71,6 @@ class RefitArguments(CalibrateArguments):
             )
         if self.weight_decay is not None and self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, got {self.weight_decay}.")
-
-
-class Recorder:
-    """Inputs of the confidence head and outcomes, of the slots whose predecessors were accepted.
-
-    Args:
-        drafter ([`DSparkModel`]): The drafter that is watched.
-        engine ([`Engine`]): Its engine, which verifies every block at full length.
-    """
-
-    def __init__(self, drafter: DSparkModel, engine: Engine):
-        self._drafter, self._accept = drafter, engine.accept
-        self.inputs: list[torch.Tensor] = []
-        self.outcomes: list[torch.Tensor] = []
-        engine.accept = self._watch  # type: ignore[method-assign,assignment]  # of this engine only
-
-    def _watch(self, active: list[Request], drafts: Round, *arguments: Any) -> list[Request]:
-        anchors = drafts.tokens[[request.row for request in drafts.drafting], 0]  # before rows move
-        finished = self._accept(active, drafts, *arguments)
-        if drafts.proposal is not None:
-            inputs = head_inputs(self._drafter, drafts.proposal.hidden_states, drafts.proposal.tokens, anchors)
-            for row, request in enumerate(drafts.drafting):
-                accepted, verified = request.statistics.accepted[-1], request.statistics.verified[-1]
-                if request.statistics.new_tokens[-1] <= accepted:
-                    verified = accepted  # the text ended at a kept draft: nothing is known of the slots behind it
-                reached = min(accepted + 1, verified)
-                self.inputs.append(inputs[row, :reached].half())
-                self.outcomes.append(torch.arange(reached) < accepted)
-        return finished
-
-
-def head_inputs(
-    drafter: DSparkModel, hidden: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
-) -> torch.Tensor:
-    """What the confidence head sees at each slot: `[R, K, D]`, `[R, K]`, `[R]` to `[R, K, D (+ r)]`."""
-    if not drafter.config.confidence_head_with_markov:
-        return hidden
-    previous = torch.cat([anchors[:, None].to(tokens.device), tokens[:, :-1]], dim=1)
-    embedded = drafter.markov_head.embed(previous)  # type: ignore[union-attr]  # the config demands one
-    return torch.cat([hidden, embedded.to(hidden.dtype)], dim=-1)
 
 
 def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weight_decay: float) -> nn.Linear:
@@ -166,16 +128,33 @@ def choose_weight_decay(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.T
     return min(tqdm(_WEIGHT_DECAYS, desc="weight decay", leave=False), key=loss)
 
 
+def rounds_file(output: str) -> Path:
+    """Where rounds are recorded: next to the output, which may be published."""
+    folder = Path(output).resolve()
+    return folder.with_name(f"{folder.name}-rounds.jsonl")
+
+
 def refit(arguments: RefitArguments) -> dict[str, float]:
     """Run the command; returns the loss of the head before and after, in nats a slot, on a held-out part."""
     drafter = load_drafter(arguments)
     target, tokenizer = load_fitting_target(arguments, drafter)
     longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    inputs, outcomes = _recorded(arguments, drafter, target, plan_prompts(arguments, tokenizer, longest))
+    kept = rounds_file(arguments.output)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    inputs, outcomes = record_slots(
+        kept,
+        recording_settings(arguments, drafter, target, tokenizer),
+        plan_prompts(arguments, tokenizer, longest),
+        drafter=drafter,
+        target=target,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+    )
     num_fit = round(len(inputs) * (1 - arguments.holdout))
     if not 1 < num_fit < len(inputs):
         raise ValueError(
-            f"Only {len(inputs)} slots were verified, too few to fit on; pass more `prompts` or a larger `max_new_tokens`."
+            f"Only {len(inputs)} slots were verified, too few to fit on; put more prompts at the end of `prompts`. What was "
+            f"recorded is kept in `{kept}`."
         )
     head: nn.Linear = drafter.confidence_head.proj  # type: ignore[union-attr]  # checked when it was loaded
     weight_decay = arguments.weight_decay
@@ -192,29 +171,13 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
     tqdm.write(json.dumps(report))
     if not report["loss_after"] < report["loss_before"]:  # or not a number
         raise ValueError(
-            f"The refitted head is no better on the held-out slots ({report}); nothing is written. Pass more `prompts`."
+            f"The refitted head is no better on the held-out slots ({report}); no drafter is written. Put more prompts at the "
+            f"end of `prompts` and repeat the command: what was recorded is kept in `{kept}`."
         )
     if not arguments.dry_run:
         _save(arguments, fitted, report)
         tqdm.write(f"written to {arguments.output}")
     return report
-
-
-def _recorded(
-    arguments: RefitArguments, drafter: DSparkModel, target: Any, prompts: Sequence[Prompt]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    set_seed(arguments.seed % 2**32)
-    engine = make_engine(drafter, target, arguments.temperature)
-    recorder = Recorder(drafter, engine)
-    sizes = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.batch_size}
-    with tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
-        for _ in record(engine, prompts, device=target.device, **sizes):
-            bar.update()
-    if not recorder.inputs:
-        raise ValueError(
-            f"No block was verified in answers of {arguments.max_new_tokens} tokens; raise `max_new_tokens`."
-        )
-    return torch.cat(recorder.inputs).float().cpu(), torch.cat(recorder.outcomes)
 
 
 @torch.no_grad()
@@ -251,6 +214,6 @@ if __name__ == "__main__":
     sys.exit(
         exit_status(
             lambda: refit(from_command_line(RefitArguments, "refit_confidence", __doc__)),
-            when_interrupted="nothing is written; rounds are not kept, so the same command begins anew.",
+            when_interrupted="what is recorded is kept, and the same command goes on from it.",
         )
     )

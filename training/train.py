@@ -41,6 +41,7 @@ from training.initialization import (
 )
 from training.packing import check_packing
 from training.resuming import check_resumed, checkpoint_to_resume
+from training.run_settings import check_settings, run_settings
 from training.targets import is_missing_folder, load_target, load_tokenizer
 from training.train_options import DataArguments, DrafterArguments, parse_arguments
 from training.trainer import DSparkTrainer
@@ -197,16 +198,20 @@ def train(
     check_tokens(conversations, target)
     target.to(training.device)
     drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
+    settings = run_settings(
+        drafter_arguments, data, training, target=target, drafter=drafter, conversations=conversations
+    )
     adapters = None
     if drafter_arguments.peft:
         adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
     drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
     if checkpoint is not None:
         check_resumed(checkpoint, drafter)
+        check_settings(checkpoint, settings)
     if training.packing and data.feature_cache is None:
         check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
     cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
-    trainer = make_trainer(data, training, target, drafter, conversations, cache)
+    trainer = make_trainer(data, training, target, drafter, conversations, cache, run_settings=settings)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.check_loss()
     save(trainer, adapters, Path(training.output_dir))
@@ -243,8 +248,9 @@ def make_trainer(
     drafter: DSparkModel,
     conversations: list[Conversation],
     cache: FeatureCache | None,
+    **options: Any,
 ) -> DSparkTrainer:
-    """The trainer, with the conversations split for training and evaluation."""
+    """The trainer, with the conversations split for training and evaluation; `options` are further ones of its own."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
     if eval_indices and training.eval_strategy == "no":
@@ -258,6 +264,7 @@ def make_trainer(
         target=target,
         train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
         eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
+        **options,
     )
 
 

@@ -5,12 +5,14 @@ Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, 
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from modeling_dspark import DSparkModel
 from training.arguments import DSparkTrainingArguments
@@ -20,6 +22,7 @@ from training.distributions import TargetDistribution, bias_parameters, draft_lo
 from training.features import TargetFeatures, compute_features
 from training.forward import BlockOutputs, forward_blocks
 from training.losses import LossWeights, SlotTerms, confidence_loss, slot_weights, weighted_slot_loss
+from training.run_settings import note_settings
 
 
 class DSparkTrainer(Trainer):
@@ -27,16 +30,18 @@ class DSparkTrainer(Trainer):
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The target.
+        run_settings (`dict`, *optional*): What is noted in every checkpoint, to be compared when it is resumed.
         Other arguments as for [`~transformers.Trainer`].
     """
 
     args: DSparkTrainingArguments
 
-    def __init__(self, *args: Any, target: PreTrainedModel, **kwargs: Any):
+    def __init__(self, *args: Any, target: PreTrainedModel, run_settings: dict[str, Any] | None = None, **kwargs: Any):
         super().__init__(*args, data_collator=self._collate, **kwargs)  # type: ignore[misc]  # `args` holds no collator
         # The loss is already divided by the global batch's weight; Transformers must not divide it again.
         self.model_accepts_loss_kwargs = True
         self.target = target
+        self.run_settings = run_settings or {}
         drafter: DSparkModel = self.model  # type: ignore[assignment]
         self.binding = drafter.bind(target)
         config = drafter.config
@@ -206,10 +211,19 @@ class DSparkTrainer(Trainer):
                 "`learning_rate`, or check the target's logits for NaN."
             )
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """An entry of the log at every checkpoint, so that a resumed run pools over the same steps as an undisturbed one."""
+        if self.control.should_save and self.args.logging_strategy != IntervalStrategy.NO:
+            self.control.should_log = True
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """No checkpoint of a drafter whose loss was no number, however seldom the loss is logged."""
         self.check_loss()
         try:
+            if self.args.should_save:
+                folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                note_settings(folder, self.run_settings)
             super()._save_checkpoint(*args, **kwargs)
         except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own for a full disk
             raise ValueError(

@@ -2,10 +2,7 @@
 
 import json
 import math
-import signal
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -463,28 +460,6 @@ class TestResume:
             answered = crash_after(99, patch, evaluation_runs, "record")
             assert evaluate(arguments(workspace, output, temperature=temperature)) == whole
         assert 0 < len(answered) < 16
-        for name in ("rounds.jsonl", "report.json", "report.md"):
-            assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-    @pytest.mark.slow
-    def test_processes_that_are_killed(self, workspace, tmp_path):
-        """SIGKILL as soon as a number of records is there; the last process ends by itself."""
-        whole = evaluate(arguments(workspace, tmp_path / "whole"))
-        output = tmp_path / "killed"
-        flags = {"dtype": "float32", "max_new_tokens": 14, "max_prompt_tokens": 40, "batch_size": 3}
-        flags |= {"drafter": workspace / "drafter", "prompts": workspace / "prompts.jsonl", "output": output}
-        words = [sys.executable, "-m", "training.evaluate", "--no_speed"]
-        words += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        for lines in (1, 5, 12, None):
-            process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            path = output / "rounds.jsonl"
-            while lines is not None and process.poll() is None:
-                if path.is_file() and len(path.read_text().splitlines()) > lines:
-                    process.kill()
-                    break
-            error = process.communicate()[1].decode()
-            assert process.returncode == (0 if lines is None else -signal.SIGKILL), error[-2000:]
-        assert EvalReport.from_json((output / "report.json").read_text()) == whole
         for name in ("rounds.jsonl", "report.json", "report.md"):
             assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

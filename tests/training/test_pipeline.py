@@ -292,13 +292,16 @@ class TestTrain:
         assert output.tolist() == target.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
 
     def test_resume_gives_the_same_drafter(self, workspace):
-        """Ten steps equal five steps, a stop, and five more from the checkpoint: the same blocks, bit for bit."""
-        whole = main(train_flags(workspace, "whole"))
-        main(train_flags(workspace, "parts", max_steps=10))
+        """Ten steps equal five steps, a stop, and five more from the checkpoint: the same blocks and log, bit for bit."""
+        whole = main(train_flags(workspace, "whole", logging_steps=3))
+        main(train_flags(workspace, "parts", logging_steps=3))
         shutil.rmtree(workspace / "parts" / "checkpoint-10")
-        resumed = main(train_flags(workspace, "parts", resume_from_checkpoint="true"))
+        resumed = main(train_flags(workspace, "parts", logging_steps=3, resume_from_checkpoint="true"))
         for (name, one), (_, other) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
             assert torch.equal(one, other), name
+        logs = [read_jsonl(workspace / name / "log.jsonl")[:-1] for name in ("whole", "parts")]
+        assert [entry["step"] for entry in logs[0]] == [3, 5, 6, 9, 10]
+        assert logs[1] == logs[0]  # but for the last entry, which is about the last process
 
     def test_a_checkpoint_that_was_cut_short_is_passed_over(self, workspace):
         whole = main(train_flags(workspace, "whole"))

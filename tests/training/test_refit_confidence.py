@@ -10,8 +10,10 @@ from torch import nn
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
+from training import confidence_inputs
 from training import refit_confidence as refit_module
-from training.refit_confidence import Recorder, RefitArguments, choose_weight_decay, fit_head, head_inputs, refit
+from training.confidence_inputs import Recorder, head_inputs
+from training.refit_confidence import RefitArguments, choose_weight_decay, fit_head, refit
 from training.rounds import make_engine
 
 
@@ -68,8 +70,11 @@ def test_recorded_inputs_give_the_logits_of_the_head(with_markov):
     requests = [engine.add_request(torch.tensor(prompt), max_new_tokens=12) for prompt in ([5, 6, 7], [9], [4, 8])]
     while engine.requests:
         engine.step()
-    assert len(recorder.inputs) == len(recorder.outcomes) > 0
-    logits = torch.cat([drafter.confidence_head.proj(item.float()).squeeze(-1) for item in recorder.inputs])
+    slots = [recorder.take(request.statistics) for request in requests]
+    assert all(len(inputs) == len(outcomes) > 0 for inputs, outcomes in slots)
+    logits = torch.cat([drafter.confidence_head.proj(inputs.float()).squeeze(-1) for inputs, _ in slots])
+    for request, (_, outcomes) in zip(requests, slots, strict=True):
+        assert int(outcomes.sum()) == sum(request.statistics.accepted)
     expected = sorted(
         value
         for request in requests
@@ -152,11 +157,71 @@ def test_the_folder_of_another_model_is_not_written_to(workspace):
 
 
 def test_too_few_rounds_are_named_and_nothing_is_written(workspace):
-    with pytest.raises(ValueError, match="raise `max_new_tokens`"):
-        refit(arguments(workspace, max_new_tokens=1))
+    with pytest.raises(ValueError, match="a larger `max_new_tokens`, and another `output`"):
+        refit(arguments(workspace, max_new_tokens=1, output=str(workspace / "short")))
     with pytest.raises(ValueError, match="too few to fit on|no better on the held-out"):
         refit(arguments(workspace, max_new_tokens=3, num_prompts=2))
     assert not (workspace / "refitted").exists()
+
+
+def counted(patch, *, fail_at=None):
+    """The prompts that are answered from now on; Ctrl-C instead of one of them."""
+    answered, real = [], confidence_inputs.record
+
+    def record(*given, **options):
+        for item in real(*given, **options):
+            if len(answered) == fail_at:
+                raise KeyboardInterrupt
+            answered.append(item[0])
+            yield item
+
+    patch.setattr(confidence_inputs, "record", record)
+    return answered
+
+
+def test_recorded_rounds_are_gone_on_with(workspace, monkeypatch):
+    """After Ctrl-C, a cut line and a refusal, with more prompts: the same head as of one undisturbed run."""
+    whole = refit(arguments(workspace, output=str(workspace / "whole"), weight_decay=1.0))
+    lines = (workspace / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (workspace / "prompts.jsonl").write_text("".join(lines[:16]))
+    with monkeypatch.context() as patch:
+        counted(patch, fail_at=5)
+        with pytest.raises(KeyboardInterrupt):
+            refit(arguments(workspace, batch_size=2))
+    kept = workspace / "refitted-rounds.jsonl"
+    with kept.open("a") as file:
+        file.write('{"prompt": 9, "outc')
+    with monkeypatch.context() as patch:
+        patch.setattr(refit_module, "_loss", lambda *_: 1.0)
+        answered = counted(patch)
+        with pytest.raises(
+            ValueError, match="no better on the held-out.*end of `prompts` and repeat.*refitted-rounds"
+        ):
+            refit(arguments(workspace, weight_decay=1.0))
+    assert len(answered) == 16 - 5
+    assert not (workspace / "refitted").exists()
+    (workspace / "prompts.jsonl").write_text("".join(lines))
+    answered = counted(monkeypatch)
+    assert refit(arguments(workspace, weight_decay=1.0, dry_run=True)) == pytest.approx(whole, rel=1e-3)
+    assert sorted(answered) == list(range(16, len(lines)))
+    assert not (workspace / "refitted").exists()
+    assert refit(arguments(workspace, weight_decay=1.0)) == pytest.approx(
+        whole, rel=1e-3
+    )  # fp32 sums of other batches
+    assert len(answered) == len(lines) - 16
+
+
+def test_recorded_rounds_of_others_are_refused_and_kept(workspace):
+    refit(arguments(workspace, weight_decay=1.0, num_prompts=4, dry_run=True))
+    kept = workspace / "refitted-rounds.jsonl"
+    before = kept.read_bytes()
+    with pytest.raises(ValueError, match=r"'max_new_tokens': \(24, 23\).*another `output`"):
+        refit(arguments(workspace, max_new_tokens=23))
+    lines = (workspace / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (workspace / "prompts.jsonl").write_text("".join([lines[0], '{"text": "other"}\n', *lines[2:]]))
+    with pytest.raises(ValueError, match="`prompts`: line 2 is another prompt than the one recorded"):
+        refit(arguments(workspace))
+    assert kept.read_bytes() == before
 
 
 def test_one_row_leaves_numbers(workspace):

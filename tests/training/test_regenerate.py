@@ -20,7 +20,7 @@ from tests.training.chat_server import ChatDouble
 from training.answering import batch_seed
 from training.cards import settings_of
 from training.data import load_conversations
-from training.files import JsonlAppender
+from training.files import JsonlAppender, write_atomically
 from training.prompts import continuation_ids, prompt_ids, read_prompts
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.served_answers import end_of_turn_id
@@ -426,6 +426,16 @@ class TestKill:
             whole = by_key(regenerate(arguments(workspace, concurrency=4, max_prompt_tokens=512, **options)))
         assert set(whole) == {(prompt, 0, turn) for prompt in range(40) for turn in range(2)}
         assert len(double.bodies) - asked == 80 - len(written)
+
+    def test_what_a_killed_writer_left_is_removed_by_the_next_one(self, tmp_path):
+        """And nothing else: not what another process is writing, nor files of other names."""
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        others = {f".a.json.{os.getppid()}.tmp", f".b.json.{ended.pid}.tmp", "a.json.1.tmp", ".a.json.x.tmp"}
+        for name in (f".a.json.{ended.pid}.tmp", *others):
+            (tmp_path / name).write_text("half")
+        write_atomically(tmp_path / "a.json", "whole")
+        assert {path.name for path in tmp_path.iterdir()} == {"a.json", *others}
 
     def test_half_a_character_at_the_end(self, tmp_path):
         path = tmp_path / "a.jsonl"
