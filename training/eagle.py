@@ -102,16 +102,17 @@ class EagleDrafter(DSparkModel):
             num_tokens (`int`): Drafts to make.
         """
         layer: DSparkDecoderLayer = self.layers[0]  # type: ignore[assignment]  # of a module list
-        known, end = cache.lengths[0], cache.lengths[0] + features.shape[1]
+        place = cache.lengths[0]
+        end = place + features.shape[1]
         cache.reserve(end + num_tokens)
         inputs, drafts = self._join(binding, tokens, self.fc(features.to(self.dtype))), []
-        place = known
         while True:
-            positions = torch.arange(place, place + inputs.shape[1], device=inputs.device)[None]
+            new = slice(place, place + inputs.shape[1])
+            positions = torch.arange(new.start, new.stop, device=inputs.device)[None]
             new_keys, new_values = _keys_and_values(self, layer, inputs, positions)
             keys, values = cache.buffers(0, new_keys, new_values)
-            place += inputs.shape[1]
-            keys[:1, place - inputs.shape[1] : place], values[:1, place - inputs.shape[1] : place] = new_keys, new_values
+            keys[:1, new], values[:1, new] = new_keys, new_values
+            place = new.stop
             state = self._layer(layer, inputs[:, -1:], positions[:, -1:], keys[:1, :place], values[:1, :place], None)
             drafts.append(self.to_target_ids(argmax(binding.draft_logits(self.norm(state)[0])))[None])
             if len(drafts) == num_tokens:
