@@ -8,7 +8,15 @@ import pytest
 from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
 from benchmarks.report import speed_tables
-from benchmarks.study_report import acceptance_table, confidence_tables, curve_table, margin_table, tau_table
+from benchmarks import study_time
+from benchmarks.study_report import (
+    acceptance_table,
+    confidence_tables,
+    curve_table,
+    depth_table,
+    margin_table,
+    tau_table,
+)
 from benchmarks.throughput_summary import throughput_table
 from benchmarks.training_step import step_table
 
@@ -128,6 +136,35 @@ def test_quoted_time_and_memory_of_the_training_step():
             assert (case["slots"], case["vocabulary"]) == (2048, 151936)
 
 
+def kept_more(results):
+    """How many more drafts a round DSpark keeps than DFlash, the token of the target left out."""
+    named = {case["drafter"]: sum(map(sum, case["rounds"].values())) for case in results}
+    per_round = {name: named["plain target"] / named[name] - 1 for name in ("dspark", "dflash")}
+    return f"{per_round['dspark'] / per_round['dflash'] - 1:.0%}"
+
+
+def test_quoted_longer_study_and_time():
+    """Three drafters trained for longer, and what all of them take."""
+    folder, page = ROOT / "benchmarks" / "results", (ROOT / "docs" / "results.md").read_text()
+    report = json.loads((folder / "study_long.json").read_text())
+    results, steps = report["results"], f"{report['steps']:,}"
+    for table in (tau_table(results, "main"), margin_table(results), acceptance_table(results)):
+        assert table in page
+    assert f"{kept_more(results)} more after {steps}" in page
+    epochs = 2 * report["steps"] / report["conversations"]
+    assert f"({steps} steps, {epochs:.1f} epochs)" in page
+    time = json.loads((folder / "study_time.json").read_text())
+    assert study_time.tables(time) in page
+    assert f"one thread, behind {time['context']} tokens" in page
+    assert time["environment"]["threads"] == 1
+    by_name = {(case["drafter"], case["steps"]): case for case in time["results"]}
+    for name, shorter in (("dspark", 800), ("eagle", 800)):
+        assert by_name[name, shorter]["draft_ms"] == by_name[name, report["steps"]]["draft_ms"]
+    assert by_name["dspark", 800]["draft_ms"][-1] < by_name["eagle", 800]["draft_ms"][-1] / 3
+    for measured in (report, time):
+        assert not measured["environment"]["git_dirty"]
+
+
 def test_quoted_study():
     """Every table of the page, and what it says of data, steps and seed."""
     report = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())
@@ -135,18 +172,11 @@ def test_quoted_study():
     results = report["results"]
     groups = {case["group"] for case in results} - {"references"}
     tables = [*(tau_table(results, group) for group in groups), margin_table(results), acceptance_table(results)]
-    tables += [curve_table(results, [100, 200, 400, 600, 800])]
+    tables += [depth_table(results), curve_table(results, [100, 200, 400, 600, 800])]
     tables += [table.partition("\n\n")[2] for table in confidence_tables(report["confidence"])]
     for table in tables:
         assert table in page
-    plain, ours, other = (
-        next(case for case in results if case["drafter"] == name) for name in ("plain target", "dspark", "dflash")
-    )
-    drafts = [
-        1 - sum(map(sum, case["rounds"].values())) / sum(map(sum, plain["rounds"].values())) for case in (ours, other)
-    ]
-    per_round = [share / (1 - share) for share in drafts]
-    assert f"DSpark keeps {per_round[0] / per_round[1] - 1:.0%} more drafts a round" in page
+    assert f"DSpark keeps {kept_more(results)} more drafts a round than DFlash after {report['steps']} steps" in page
     conversations = f"{report['conversations']:,} conversations"
     for fact in (conversations, f"{report['steps']} steps", f"seed {report['seed']}", "12 prompts of each set"):
         assert fact in page

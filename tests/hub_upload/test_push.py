@@ -220,6 +220,11 @@ def test_without_a_network(hub, small, monkeypatch):
     assert "HF_HUB_OFFLINE is set" in run_command(small, REPO).stderr
 
 
+def hears_ctrl_c():
+    """In a process that is about to begin: what a shell starts in the background ignores Ctrl-C, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(process):
     """What a process that waits for an answer says on one Ctrl-C.
 
@@ -238,7 +243,9 @@ def test_ctrl_c_leaves_the_branch_as_it_was(hub, small, tmp_path):
     hub.faults.append(Fault("PUT ", stall=True))
     command = [sys.executable, "-m", "hub_upload", "push", str(small), REPO]
     environment = os.environ | hub.environment(tmp_path / "home")
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
+    )
     assert hub.stalled.wait(60)
     errors = interrupted(process)
     assert process.returncode == 130
