@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import study_time
 from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
 from benchmarks.report import speed_tables
-from benchmarks import study_time
 from benchmarks.study_report import (
     acceptance_table,
     confidence_tables,

@@ -243,9 +243,7 @@ def test_ctrl_c_leaves_the_branch_as_it_was(hub, small, tmp_path):
     hub.faults.append(Fault("PUT ", stall=True))
     command = [sys.executable, "-m", "hub_upload", "push", str(small), REPO]
     environment = os.environ | hub.environment(tmp_path / "home")
-    process = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
-    )
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     assert hub.stalled.wait(60)
     errors = interrupted(process)
     assert process.returncode == 130
