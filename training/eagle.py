@@ -27,6 +27,7 @@ class EagleConfig(DSparkConfig):
 
     model_type = "dspark_eagle"
     _auto_class = None  # no remote code
+    has_no_defaults_at_init = True  # those of its base are refused
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
