@@ -31,7 +31,7 @@ from benchmarks.packed import exit_status
 from benchmarks.pair import positive_int
 from benchmarks.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
-from modeling_dspark.cache_dspark import DSparkCache, RaggedCache, cache_keyword
+from modeling_dspark.cache_dspark import DSparkCache, cache_keyword
 from modeling_dspark.drafting_dspark import propose
 from training.commands import HelpFormatter
 from training.eagle import EagleDrafter
@@ -112,8 +112,7 @@ def drafting(drafter: DSparkModel, target: PreTrainedModel, context: int) -> Cal
     size = len(layers or ()) * drafter.config.hidden_size
     features = torch.randn(1, context, size, generator=generator).to(drafter.dtype)
     tokens = torch.randint(drafter.config.vocab_size, (1, context), generator=generator)
-    one_after_the_other = isinstance(drafter, EagleDrafter)
-    cache = RaggedCache(1) if one_after_the_other else DSparkCache(1)
+    cache = DSparkCache(1)
 
     def draft(num_tokens: int, new: int = NEW_TOKENS) -> None:
         cache.lengths[0] = context - new  # the rounds before it, which wrote here
@@ -125,7 +124,7 @@ def drafting(drafter: DSparkModel, target: PreTrainedModel, context: int) -> Cal
                 binding,
                 features[:, -new:],
                 anchor_tokens=tokens[:, -1],
-                cache=cache,  # type: ignore[arg-type]  # of that kind
+                cache=cache,
                 num_tokens=num_tokens,
             )
 

@@ -21,7 +21,7 @@ from modeling_dspark.block_drafter_dspark import Round
 from modeling_dspark.engine_dspark import Engine
 from modeling_dspark.requests_dspark import Request
 from training.records import RecordFile
-from training.rounds import Prompt, make_engine, record
+from training.rounds import Prompt, judged, make_engine, record
 
 
 Slots = tuple[torch.Tensor, torch.Tensor]
@@ -54,9 +54,11 @@ class Recorder:
             inputs = head_inputs(self._drafter, drafts.proposal.hidden_states, drafts.proposal.tokens, anchors)
             for row, request in enumerate(drafts.drafting):
                 statistics = request.statistics
-                accepted, verified = statistics.accepted[-1], statistics.verified[-1]
-                if statistics.new_tokens[-1] <= accepted:
-                    verified = accepted  # the text ended at a kept draft: nothing is known of the slots behind it
+                verified, accepted = judged(
+                    verified=statistics.verified[-1],
+                    accepted=statistics.accepted[-1],
+                    new_tokens=statistics.new_tokens[-1],
+                )
                 reached = min(accepted + 1, verified)
                 slots = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
                 self._slots.setdefault(id(statistics), []).append(slots)
