@@ -208,7 +208,11 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     first, *others = map(Path, options.work)
     found = [(name, trained(first, name)) for name in options.drafters]
-    found += [(name, trained(work, name)) for work in others for name in options.drafters if (work / name).is_dir()]
+    for work in others:
+        names = [name for name in options.drafters if (work / name).is_dir()]
+        if not names:
+            raise ValueError(f"`--work`: `{work}` has none of the drafters {' '.join(options.drafters)}.")
+        found += [(name, trained(work, name)) for name in names]
     facts = environment("bfloat16")
     target = load_target(options.target, "bfloat16")
     drafters = {name: load(first, name) for name in options.drafters}

@@ -99,3 +99,9 @@ def test_a_turn_leaves_the_context_as_it_was(work, monkeypatch):
 def test_a_drafter_that_was_not_measured_is_named(work, capsys):
     assert study_time.main(["--work", str(work / "work"), "--drafters", "mtp-1"]) == 2
     assert "holds no measured drafter `mtp-1`" in capsys.readouterr().err
+
+
+def test_a_further_folder_without_drafters_is_named(work, capsys):
+    folders = [str(work / "work"), str(work / "long")]
+    assert study_time.main(["--work", *folders, "--drafters", "eagle", "--target", str(work / "target")]) == 2
+    assert f"`{work / 'long'}` has none of the drafters eagle" in capsys.readouterr().err
