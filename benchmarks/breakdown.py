@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
-from benchmarks.packed import code_of
-from benchmarks.pair import Pair
+from benchmarks.lib.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
+from benchmarks.lib.packed import code_of
+from benchmarks.lib.pair import Pair
 
 
 Durations = dict[str, list[float]]
@@ -83,7 +83,7 @@ def _parts(durations: Durations, rounds: int) -> dict[str, dict[str, float]]:
 @contextmanager
 def _timed(pair: Pair, durations: Durations) -> Iterator[None]:
     """Wrap the parts; none of them runs inside another."""
-    target, drafter, drafting = pair.target, pair.drafter, code_of(pair.drafter, "drafting_dspark")
+    target, drafter, drafting = pair.target, pair.drafter, code_of(pair.drafter, "draft_propose")
     bind = _timing(drafter.bind, durations[BINDING])
 
     def timed_bind(*args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TextStreamer, set_seed
 
-from benchmarks.environment import environment, free_cores
-from benchmarks.measure import (
+from benchmarks.lib.environment import environment, free_cores
+from benchmarks.lib.measure import (
     ASSISTED,
     PLAIN,
     Difference,
@@ -32,9 +32,9 @@ from benchmarks.measure import (
     pooled_run,
     warm_up,
 )
-from benchmarks.pair import Pair, add_pair_options, load_pair, methods_of, positive_int, target_label
-from benchmarks.report import by_position, markdown_table, verdict
-from training.commands import HelpFormatter
+from benchmarks.lib.pair import Pair, add_pair_options, load_pair, methods_of, positive_int, target_label
+from benchmarks.lib.report import by_position, markdown_table, verdict
+from training.common.commands import HelpFormatter
 
 
 PROMPTS = (

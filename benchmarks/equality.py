@@ -16,11 +16,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.environment import environment
-from benchmarks.measure import first_difference, left_padded, timed_call
-from benchmarks.pair import Pair, add_pair_options, describe_drafter, load_pair, positive_int
-from benchmarks.report import write_json
-from training.commands import HelpFormatter
+from benchmarks.lib.environment import environment
+from benchmarks.lib.measure import first_difference, left_padded, timed_call
+from benchmarks.lib.pair import Pair, add_pair_options, describe_drafter, load_pair, positive_int
+from benchmarks.lib.report import write_json
+from training.common.commands import HelpFormatter
 from training.regenerate import read_jsonl
 
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.environment import environment
-from benchmarks.packed import code_of, exit_status
-from benchmarks.pair import DEFAULT_DRAFTER, DTYPES, check_drafter, positive_int
-from benchmarks.report import markdown_table, write_json
-from training.commands import HelpFormatter
+from benchmarks.lib.environment import environment
+from benchmarks.lib.packed import code_of, exit_status
+from benchmarks.lib.pair import DEFAULT_DRAFTER, DTYPES, check_drafter, positive_int
+from benchmarks.lib.report import markdown_table, write_json
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ Way = Callable[[], Any]
 def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: bool) -> dict[str, Way]:
     """What takes turns."""
     drafting, fused, reference = (
-        code_of(drafter, name) for name in ("drafting_dspark", "fused_head_dspark", "fused_reference_dspark")
+        code_of(drafter, name) for name in ("draft_propose", "fused_head", "fused_torch")
     )
     weight = drafter.markov_head.markov_w2.weight
     place = {"dtype": weight.dtype, "device": weight.device}
@@ -153,7 +153,7 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
 
 def _kernel(drafter: Any, inputs: Any) -> Way:
     """The C++ call alone."""
-    backends = code_of(drafter, "fused_backends_dspark")
+    backends = code_of(drafter, "fused_backends")
     packed, outputs, alive = backends.pack(inputs, with_logits=inputs.keep_logits)
     backend = backends.backend_for(inputs.hidden.device)
     return lambda: (backend.launch(packed), outputs, alive)  # the tensors live as long as their addresses are used

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.environment import environment
-from benchmarks.measure import left_padded
-from benchmarks.packed import add_packed_options, code_of, exit_status
-from benchmarks.pair import Pair, describe_drafter, load_pair, load_prompts, positive_int, target_label
-from benchmarks.report import markdown_table, write_json
-from training.commands import HelpFormatter
+from benchmarks.lib.environment import environment
+from benchmarks.lib.measure import left_padded
+from benchmarks.lib.packed import add_packed_options, code_of, exit_status
+from benchmarks.lib.pair import Pair, describe_drafter, load_pair, load_prompts, positive_int, target_label
+from benchmarks.lib.report import markdown_table, write_json
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent
@@ -144,7 +144,7 @@ def generate(pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, m
 
 def measure(pair: Pair, prompts: list[list[int]], rows: int, temperature: float, options: argparse.Namespace) -> Any:
     """One case."""
-    drafting, batches = code_of(pair.drafter, "drafting_dspark"), cycle(prompts)
+    drafting, batches = code_of(pair.drafter, "draft_propose"), cycle(prompts)
     torch.manual_seed(0)
     generate(pair, prompts[:1], temperature, options.max_new_tokens)  # warms up, and finds out what the target can do
     found: list[dict[str, tuple[float, float]]] = []

@@ -20,15 +20,15 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.breakdown import measure_breakdown
-from benchmarks.environment import environment
-from benchmarks.measure import (
+from benchmarks.lib.environment import environment
+from benchmarks.lib.measure import (
     PROMPT_LOOKUP,
     Measurement,
     Methods,
     measure,
     warm_up,
 )
-from benchmarks.pair import (
+from benchmarks.lib.pair import (
     Pair,
     add_pair_options,
     describe_drafter,
@@ -39,9 +39,9 @@ from benchmarks.pair import (
     positive_int,
     target_label,
 )
-from benchmarks.report import latency_tables, write_json
-from benchmarks.summary import DEFINITIONS, summarize_section, summarize_set
-from training.commands import HelpFormatter
+from benchmarks.lib.report import latency_tables, write_json
+from benchmarks.lib.summary import DEFINITIONS, summarize_section, summarize_set
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import REPOSITORY, environment
-from benchmarks.measure import left_padded
-from benchmarks.packed import exit_status
-from benchmarks.pair import (
+from benchmarks.lib.environment import REPOSITORY, environment
+from benchmarks.lib.measure import left_padded
+from benchmarks.lib.packed import exit_status
+from benchmarks.lib.pair import (
     add_pair_options,
     describe_drafter,
     drafting_arguments,
@@ -35,8 +35,8 @@ from benchmarks.pair import (
     positive_int,
     target_label,
 )
-from benchmarks.report import markdown_table, write_json
-from training.commands import HelpFormatter
+from benchmarks.lib.report import markdown_table, write_json
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
-from benchmarks.packed import add_packed_options, exit_status, require_matplotlib
-from benchmarks.pair import load_pair
-from benchmarks.report import markdown_table, write_json
-from training.commands import HelpFormatter
+from benchmarks.lib.environment import environment
+from benchmarks.lib.packed import add_packed_options, exit_status, require_matplotlib
+from benchmarks.lib.pair import load_pair
+from benchmarks.lib.report import markdown_table, write_json
+from training.common.commands import HelpFormatter
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:

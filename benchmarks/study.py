@@ -24,21 +24,21 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.environment import environment
-from benchmarks.packed import exit_status, require_matplotlib
-from benchmarks.pair import positive_int
-from benchmarks.report import write_json
+from benchmarks.lib.environment import environment
+from benchmarks.lib.packed import exit_status, require_matplotlib
+from benchmarks.lib.pair import positive_int
+from benchmarks.lib.report import write_json
 from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
-from benchmarks.study_report import COMPARED, OURS, plot_study, study_tables
-from benchmarks.work import check_work
+from benchmarks.lib.study_report import COMPARED, OURS, plot_study, study_tables
+from benchmarks.lib.work import check_work
 from modeling_dspark import RunStatistics
-from training.commands import HelpFormatter
-from training.data import Conversation
-from training.evaluation_runs import read_sets
+from training.common.commands import HelpFormatter
+from training.data.conversations import Conversation
+from training.evaluation.runs import read_sets
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
-from training.replay import replay, replay_prompt_lookup
-from training.resuming import last_whole_checkpoint
-from training.targets import EMBEDDED_TARGET, load_target, load_tokenizer
+from benchmarks.baselines.replay import replay, replay_prompt_lookup
+from training.run.resuming import last_whole_checkpoint
+from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
 

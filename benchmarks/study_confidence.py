@@ -10,7 +10,7 @@ from typing import Any
 
 from training.calibrate import CalibrateArguments, calibrate
 from training.evaluate import EvaluateArguments, evaluate
-from training.evaluation_report import EvalReport
+from training.evaluation.report import EvalReport
 from training.regenerate import read_jsonl, write_atomically
 
 

@@ -26,16 +26,16 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import environment
-from benchmarks.packed import exit_status
-from benchmarks.pair import positive_int
-from benchmarks.report import markdown_table, write_json
+from benchmarks.lib.environment import environment
+from benchmarks.lib.packed import exit_status
+from benchmarks.lib.pair import positive_int
+from benchmarks.lib.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
-from modeling_dspark.cache_dspark import DSparkCache, cache_keyword
-from modeling_dspark.drafting_dspark import propose
-from training.commands import HelpFormatter
-from training.eagle import EagleDrafter
-from training.targets import EMBEDDED_TARGET, load_target
+from modeling_dspark.model_cache import DSparkCache, cache_keyword
+from modeling_dspark.draft_propose import propose
+from training.common.commands import HelpFormatter
+from benchmarks.baselines.autoregressive import EagleDrafter
+from training.common.targets import EMBEDDED_TARGET, load_target
 from training.train import ARCHITECTURES
 
 

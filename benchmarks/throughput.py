@@ -5,7 +5,7 @@
     python -m benchmarks.throughput --drafter random --threads 2
     python -m benchmarks.throughput --plot benchmarks/results/throughput.json --output docs/images
 
-A closed loop of greedy requests (`benchmarks.closed_loop`). Policies take turns in slices of a second or two, in an
+A closed loop of greedy requests (`benchmarks.lib.closed_loop`). Policies take turns in slices of a second or two, in an
 order that is drawn anew each time, so that a machine that slows down slows all of them; a slice ends at a number of new
 tokens that is the same for all, so they also have the same requests to decode. Time includes the prefills of requests
 that join. With `--drafter random` the default drafter gets random weights: what useless drafts cost. Transformers' own
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.closed_loop import (
+from benchmarks.lib.closed_loop import (
     PLAIN,
     ClosedLoop,
     Slice,
@@ -35,9 +35,9 @@ from benchmarks.closed_loop import (
     make_engine,
     needs_costs,
 )
-from benchmarks.environment import environment
-from benchmarks.packed import add_packed_options, require_matplotlib
-from benchmarks.pair import (
+from benchmarks.lib.environment import environment
+from benchmarks.lib.packed import add_packed_options, require_matplotlib
+from benchmarks.lib.pair import (
     DEFAULT_DRAFTER,
     Pair,
     describe_drafter,
@@ -46,10 +46,10 @@ from benchmarks.pair import (
     positive_int,
     target_label,
 )
-from benchmarks.references import TRANSFORMERS, start_references
-from benchmarks.report import write_json
-from benchmarks.throughput_summary import DEFINITIONS, level_table, summarize_level
-from training.commands import HelpFormatter
+from benchmarks.baselines.references import TRANSFORMERS, start_references
+from benchmarks.lib.report import write_json
+from benchmarks.lib.throughput_summary import DEFINITIONS, level_table, summarize_level
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.plot is None:
             return run(options)
         require_matplotlib("--plot")
-        from benchmarks.throughput_plots import plot_throughput  # needs matplotlib
+        from benchmarks.lib.throughput_plots import plot_throughput  # needs matplotlib
 
         report = json.loads(Path(options.plot).read_text(encoding="utf-8"))
         for path in plot_throughput(report, options.output or "docs/images", lines=options.policies):

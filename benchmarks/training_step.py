@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.environment import REPOSITORY, environment
+from benchmarks.lib.environment import REPOSITORY, environment
 from benchmarks.memory import resident, settle
-from benchmarks.packed import exit_status
-from benchmarks.pair import positive_int
-from benchmarks.report import markdown_table, write_json
-from benchmarks.training_cases import NAIVE, OURS, WAYS, LossCase, StepCase
-from training.commands import HelpFormatter
+from benchmarks.lib.packed import exit_status
+from benchmarks.lib.pair import positive_int
+from benchmarks.lib.report import markdown_table, write_json
+from benchmarks.lib.training_cases import NAIVE, OURS, WAYS, LossCase, StepCase
+from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent

@@ -31,7 +31,7 @@ def card(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
     """Make the model card of a drafter, with its plots and .eval_results, out of reports and facts."""
-    from hub_upload.card import card_files, write_card
+    from hub_upload.card.card import card_files, write_card
 
     try:
         if dry_run:
@@ -62,8 +62,8 @@ def package(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
     """Assemble a folder that AutoModel.from_pretrained(..., trust_remote_code=True) loads."""
-    from hub_upload.package import package as assemble
-    from hub_upload.package import planned
+    from hub_upload.package.package import package as assemble
+    from hub_upload.package.package import planned
 
     options: dict[str, Any] = {
         "reports": report,
@@ -101,7 +101,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder, say what would happen, stop.")] = False,
 ) -> None:
     """Push a package to the Hub in one commit. The token is that of `hf auth login`, or HF_TOKEN."""
-    from hub_upload.push_command import run
+    from hub_upload.hub.push_command import run
 
     raise typer.Exit(
         run(folder, repo_id, public=public, tag=tag, message=message, keep_others=keep_others, dry_run=dry_run)
@@ -126,8 +126,8 @@ def verify(
     ] = False,
 ) -> None:
     """Check a drafter against its card: files, code, weights, greedy text, accepted length. Exit status 1 if it fails."""
-    from hub_upload.verify import PROMPTS, Settings
-    from hub_upload.verify_command import run
+    from hub_upload.hub.verify import PROMPTS, Settings
+    from hub_upload.hub.verify_command import run
 
     settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
     raise typer.Exit(
@@ -150,8 +150,8 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
 ) -> None:
     """Convert a checkpoint between the formats that DSpark drafters are published in."""
-    from hub_upload.convert import check_before, plan_conversion, plan_lines
-    from hub_upload.convert import convert as write
+    from hub_upload.convert.convert import check_before, plan_conversion, plan_lines
+    from hub_upload.convert.convert import convert as write
 
     try:
         plan = plan_conversion(source, to, target=target, dtype=dtype)

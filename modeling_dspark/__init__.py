@@ -7,13 +7,13 @@ Hub repository.
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
-from .costs_dspark import CostProfile
-from .dispatcher_dspark import install_dispatcher, remove_dispatcher
-from .drafting_dspark import Proposal
-from .engine_dspark import Engine
+from .schedule_costs import CostProfile
+from .generate_dispatch import install_dispatcher, remove_dispatcher
+from .draft_propose import Proposal
+from .engine_loop import Engine
 from .modeling_dspark import DSparkModel, DSparkOutput, DSparkPreTrainedModel
-from .scheduling_dspark import RoundView, Schedule
-from .statistics_dspark import RunStatistics
+from .schedule_policies import RoundView, Schedule
+from .engine_counts import RunStatistics
 
 
 __version__ = "0.1.0"

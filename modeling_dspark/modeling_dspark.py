@@ -19,21 +19,21 @@ from transformers import initialization as init
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput, logging
 
-from .backbone_dspark import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
-from .cache_dspark import DSparkCache, fresh_target_cache
-from .candidate_generator_dspark import AssistedRun
-from .checkpoints_dspark import load_checkpoint
+from .model_backbone import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
+from .model_cache import DSparkCache, fresh_target_cache
+from .generate_assisted import AssistedRun
+from .formats.load import load_checkpoint
 from .configuration_dspark import DSparkConfig
-from .costs_dspark import CostProfile
-from .dispatcher_dspark import install_dispatcher
-from .drafting_dspark import Proposal, propose
-from .formats_dspark import DROPPED
-from .fused_head_dspark import fusable
-from .generation_dspark import check_call, check_inputs, decode, report_quantised, why_not_packed
-from .heads_dspark import ConfidenceHead, MarkovHead
-from .profiling_dspark import profile
-from .statistics_dspark import RunStatistics
-from .target_dspark import TargetBinding
+from .schedule_costs import CostProfile
+from .generate_dispatch import install_dispatcher
+from .draft_propose import Proposal, propose
+from .formats.table import DROPPED
+from .fused_head import fusable
+from .generate_call import check_call, check_inputs, decode, report_quantised, why_not_packed
+from .model_heads import ConfidenceHead, MarkovHead
+from .engine_measure import profile
+from .engine_counts import RunStatistics
+from .target_binding import TargetBinding
 
 
 logger = logging.get_logger(__name__)
@@ -233,7 +233,7 @@ class DSparkModel(DSparkPreTrainedModel):
         return TargetBinding(target, self.config, self.draft_token_ids)
 
     def propose(self, binding: TargetBinding, features: torch.Tensor, **arguments: Any) -> Proposal:
-        """Draft one block for every row of `features`; arguments and result as in `drafting_dspark.propose`."""
+        """Draft one block for every row of `features`; arguments and result as in `draft_propose.propose`."""
         return propose(self, binding, features, **arguments)
 
     def profile(self, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
@@ -252,7 +252,7 @@ class DSparkModel(DSparkPreTrainedModel):
         return profile(self, target, refresh=refresh)
 
     def check_call(self, target: PreTrainedModel, mode: GenerationMode, generation_config: GenerationConfig) -> None:
-        """Called by the dispatcher before a `generate` call runs; see `generation_dspark.check_call`."""
+        """Called by the dispatcher before a `generate` call runs; see `generate_call.check_call`."""
         check_call(self, target, mode, generation_config)
 
     def serve(

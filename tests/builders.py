@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modeling_dspark import DSparkConfig, DSparkModel, fused_build_dspark
+from modeling_dspark import DSparkConfig, DSparkModel, fused_build
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
-from modeling_dspark.target_dspark import tapped_features
-from training.initialization import set_draft_vocabulary
+from modeling_dspark.target_binding import tapped_features
+from training.run.initialization import set_draft_vocabulary
 
 
 VOCAB = 61
@@ -282,5 +282,5 @@ def cache_with_kernels(folder: Path) -> Path:
     """A cache folder of a test's own, but for what has been compiled, which takes seconds."""
     folder.mkdir(exist_ok=True)
     if not (folder / "kernels").exists():
-        (folder / "kernels").symlink_to(fused_build_dspark._writable_folder())
+        (folder / "kernels").symlink_to(fused_build._writable_folder())
     return folder

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modeling_dspark import CostProfile, DSparkModel, profiling_dspark
-from modeling_dspark.costs_dspark import Curve
+from modeling_dspark import CostProfile, DSparkModel, engine_measure
+from modeling_dspark.schedule_costs import Curve
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -30,8 +30,8 @@ def fake_costs(monkeypatch, tmp_path):
     verify, draft = Curve([1, 101], [1.0, 3.0]), Curve([1, 33], [0.1, 0.2])
     slot, accept = Curve([1], [0.005]), Curve([1], [0.02])
     costs = CostProfile(verify, 1e-6, draft, draft, slot, slot, accept, accept)
-    monkeypatch.setattr(profiling_dspark, "measure", lambda *_: costs)
-    monkeypatch.setattr(profiling_dspark, "costs_folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_measure, "costs_folder", lambda: tmp_path / "costs")
     return costs
 
 

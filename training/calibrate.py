@@ -26,14 +26,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel, RunStatistics
-from modeling_dspark.target_dspark import check_target
-from training.calibration import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
-from training.calibration_outputs import table, write_outputs, write_temperatures
-from training.commands import exit_status
-from training.features import fingerprint
+from modeling_dspark.target_binding import check_target
+from training.confidence.scaling import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
+from training.confidence.outputs import table, write_outputs, write_temperatures
+from training.common.commands import exit_status
+from training.data.features import fingerprint
 from training.regenerate import from_command_line, prompt_ids, read_jsonl
-from training.rounds import Prompt, join, make_engine, record, record_to_file
-from training.targets import chat_template_hash, check_device, load_target, load_tokenizer
+from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file
+from training.common.targets import chat_template_hash, check_device, load_target, load_tokenizer
 
 
 logger = logging.get_logger(__name__)

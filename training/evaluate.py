@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 
 from modeling_dspark import DSparkModel
 from training.calibrate import load_fitting_target, recording_settings
-from training.commands import exit_status
-from training.environment import environment
-from training.evaluation_outputs import markdown, write_report
-from training.evaluation_report import POOLED, EvalReport, SetReport, set_report
-from training.evaluation_runs import (
+from training.common.commands import exit_status
+from training.common.environment import environment
+from training.evaluation.outputs import markdown, write_report
+from training.evaluation.report import POOLED, EvalReport, SetReport, set_report
+from training.evaluation.runs import (
     PromptSet,
     answer_with,
     plan_batches,
@@ -37,8 +37,8 @@ from training.evaluation_runs import (
     record_speed,
 )
 from training.regenerate import from_command_line
-from training.rounds import join
-from training.targets import check_device
+from training.confidence.rounds import join
+from training.common.targets import check_device
 
 
 Records = dict[int, dict[str, Any]]

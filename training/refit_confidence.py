@@ -8,7 +8,7 @@ promises too much. The head is linear, so given verified rounds the rest is a lo
 against whether slot `k` was accepted, over the slots whose predecessors were. How far it may go from the trained head is
 found by cross-validation. Only `confidence_head` changes. Calibrate afterwards, on other prompts (`training.calibrate`).
 
-What was recorded stays next to the output, in `OUTPUT-rounds.jsonl` (`training.confidence_inputs`): the same command goes on
+What was recorded stays next to the output, in `OUTPUT-rounds.jsonl` (`training.confidence.inputs`): the same command goes on
 from it, also with more prompts at the end of the file or another `--weight_decay`.
 """
 
@@ -30,8 +30,8 @@ from training.calibrate import (
     plan_prompts,
     recording_settings,
 )
-from training.commands import exit_status
-from training.confidence_inputs import record_slots
+from training.common.commands import exit_status
+from training.confidence.inputs import record_slots
 from training.regenerate import from_command_line, write_atomically
 
 

@@ -25,15 +25,15 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
-from training.answering import answers_of_target
-from training.cards import settings_of, write_dataset, write_provenance
-from training.commands import HelpFormatter, exit_status
-from training.files import JsonlAppender, read_jsonl, write_atomically
-from training.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
-from training.prompts import check_thinking, prompt_ids, read_prompts
-from training.regenerate_arguments import RegenerateArguments
-from training.served_answers import ServedAnswers
-from training.targets import check_device, load_tokenizer
+from training.answers.local import answers_of_target
+from training.answers.provenance import settings_of, write_dataset, write_provenance
+from training.common.commands import HelpFormatter, exit_status
+from training.common.files import JsonlAppender, read_jsonl, write_atomically
+from training.answers.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
+from training.data.prompts import check_thinking, prompt_ids, read_prompts
+from training.answers.arguments import RegenerateArguments
+from training.answers.served import ServedAnswers
+from training.common.targets import check_device, load_tokenizer
 
 
 logger = logging.get_logger("training.regenerate")

@@ -20,31 +20,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.target_dspark import check_target
-from training.adapters import add_lora, merge_lora, save_adapter
-from training.arguments import DSparkTrainingArguments
-from training.attention import CHUNKED_ATTENTION
-from training.batches import ConversationDataset
-from training.commands import exit_status
-from training.data import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
-from training.dry_run import DryRun, dry_run, given_config, meta_target
-from training.eagle import EagleDrafter
-from training.feature_cache import FeatureCache
-from training.features import fingerprint
-from training.files import only_writer
-from training.initialization import (
+from modeling_dspark.target_binding import check_target
+from training.run.adapters import add_lora, merge_lora, save_adapter
+from training.run.arguments import DSparkTrainingArguments
+from training.objective.attention import CHUNKED_ATTENTION
+from training.data.batches import ConversationDataset
+from training.common.commands import exit_status
+from training.data.conversations import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
+from training.run.dry_run import DryRun, dry_run, given_config, meta_target
+from benchmarks.baselines.autoregressive import EagleDrafter
+from training.data.feature_cache import FeatureCache
+from training.data.features import fingerprint
+from training.common.files import only_writer
+from training.run.initialization import (
     config_for_target,
     default_layer_ids,
     set_draft_vocabulary,
     start_markov_embedding,
     warm_start,
 )
-from training.packing import check_packing
-from training.resuming import check_resumed, checkpoint_to_resume
-from training.run_settings import check_settings, run_settings
-from training.targets import is_missing_folder, load_target, load_tokenizer
-from training.train_options import DataArguments, DrafterArguments, parse_arguments
-from training.trainer import DSparkTrainer
+from training.data.packing import check_packing
+from training.run.resuming import check_resumed, checkpoint_to_resume
+from training.run.settings import check_settings, run_settings
+from training.common.targets import is_missing_folder, load_target, load_tokenizer
+from training.run.options import DataArguments, DrafterArguments, parse_arguments
+from training.run.trainer import DSparkTrainer
 
 
 logger = logging.get_logger("training.train")
@@ -169,8 +169,8 @@ def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkT
 def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
     """Run the command; returns the trained drafter, or what a dry run found."""
     drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    check_given(drafter_arguments, None if training.dry_run else data, torch_compile=training.torch_compile)
-    if training.dry_run:
+    check_given(drafter_arguments, None if training.run.dry_run else data, torch_compile=training.torch_compile)
+    if training.run.dry_run:
         found = estimate(drafter_arguments, data, training)
         sys.stdout.write(str(found))
         return found
@@ -208,7 +208,7 @@ def train(
     if checkpoint is not None:
         check_resumed(checkpoint, drafter)
         check_settings(checkpoint, settings)
-    if training.packing and data.feature_cache is None:
+    if training.data.packing and data.feature_cache is None:
         check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
     cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
     trainer = make_trainer(data, training, target, drafter, conversations, cache, run_settings=settings)

@@ -31,7 +31,7 @@ typedef unsigned long long uint64_t;
 #include <cstdint>
 #endif
 
-// Mirrored by `HeadArguments` in fused_launch_dspark.py. Arrays are contiguous, but for the strides given in elements.
+// Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
   int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
   int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous

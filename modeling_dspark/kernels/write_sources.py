@@ -1,4 +1,4 @@
-"""Write the sources of this folder into `fused_sources_dspark.py`, since Transformers copies Python files only.
+"""Write the sources of this folder into `fused_sources.py`, since Transformers copies Python files only.
 
 python modeling_dspark/kernels/write_sources.py
 """
@@ -26,4 +26,4 @@ def module_text() -> str:
 
 
 if __name__ == "__main__":
-    (HERE.parent / "fused_sources_dspark.py").write_text(module_text())
+    (HERE.parent / "fused_sources.py").write_text(module_text())

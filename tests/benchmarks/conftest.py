@@ -7,8 +7,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.measure import ASSISTED, PLAIN
-from benchmarks.pair import Pair
+from benchmarks.lib.measure import ASSISTED, PLAIN
+from benchmarks.lib.pair import Pair
 from modeling_dspark import DSparkConfig, DSparkModel
 
 

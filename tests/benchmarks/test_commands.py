@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import demo, latency
 from benchmarks.breakdown import measure_breakdown
-from benchmarks.measure import ASSISTED, PLAIN
-from hub_upload.package import package
+from benchmarks.lib.measure import ASSISTED, PLAIN
+from hub_upload.package.package import package
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import head, head_rounds
-from benchmarks.packed import code_of
-from modeling_dspark.fused_backends_dspark import backend_for
+from benchmarks.lib.packed import code_of
+from modeling_dspark.fused_backends import backend_for
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -57,7 +57,7 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
 def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
     monkeypatch.setenv("DSPARK_FUSED_HEAD", "cpu")  # the user's own choice is what is measured
-    drafting = code_of(pair.drafter, "drafting_dspark")
+    drafting = code_of(pair.drafter, "draft_propose")
     ran = []
     for name in ("fused_block", "_slot_by_slot"):
         monkeypatch.setattr(drafting, name, recorded(getattr(drafting, name), ran))
@@ -90,7 +90,7 @@ def recorded(function, ran):
 
 def test_rounds_without_a_fused_head_are_no_measurement(pair, prompts_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(code_of(pair.drafter, "drafting_dspark"), "fusable_heads", lambda *_: None)
+    monkeypatch.setattr(code_of(pair.drafter, "draft_propose"), "fusable_heads", lambda *_: None)
     options = ["--prompts", str(prompts_file), "--rows", "1", "--output", str(tmp_path / "rounds.json")]
     assert head_rounds.main(options) == 2
     assert "The heads ran slot by slot, not fused" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.environment import environment
-from benchmarks.measure import (
+from benchmarks.lib.environment import environment
+from benchmarks.lib.measure import (
     ASSISTED,
     PLAIN,
     Difference,
@@ -19,8 +19,8 @@ from benchmarks.measure import (
     pooled_speed,
     warm_up,
 )
-from benchmarks.pair import DEFAULT_DRAFTER, check_drafter, load_prompts
-from benchmarks.report import markdown_table, verdict, write_json
+from benchmarks.lib.pair import DEFAULT_DRAFTER, check_drafter, load_prompts
+from benchmarks.lib.report import markdown_table, verdict, write_json
 from modeling_dspark import RunStatistics
 
 
@@ -49,7 +49,7 @@ def test_the_method_that_starts_alternates(target, methods, monkeypatch):
         order.append(ASSISTED if arguments else PLAIN)
         return SimpleNamespace(tokens=[1], seconds=1.0)
 
-    monkeypatch.setattr("training.timing.timed_call", record)
+    monkeypatch.setattr("training.evaluation.timing.timed_call", record)
     measure(target, PROMPT, methods, max_new_tokens=1, repeats=2)
     assert order == [PLAIN, ASSISTED, ASSISTED, PLAIN]
     order.clear()

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from benchmarks import study_time
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
-from training.eagle import EagleDrafter
+from benchmarks.baselines.autoregressive import EagleDrafter
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import memory, profile, throughput
-from benchmarks.closed_loop import ClosedLoop, Slice, Workload, check_policies, default_policies, make_engine
-from benchmarks.references import AssistedLoop, BatchedGenerate
-from benchmarks.throughput_summary import ratio_interval, summarize_level
+from benchmarks.lib.closed_loop import ClosedLoop, Slice, Workload, check_policies, default_policies, make_engine
+from benchmarks.baselines.references import AssistedLoop, BatchedGenerate
+from benchmarks.lib.throughput_summary import ratio_interval, summarize_level
 from modeling_dspark import CostProfile, modeling_dspark
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from modeling_dspark.fused_launch_dspark import HeadArguments
+from modeling_dspark.fused_launch import HeadArguments
 from tests.modeling.test_fused_head import DTYPES, STEP, first_of_the_highest
 
 

@@ -4,7 +4,7 @@ import os.path
 import shlex
 from pathlib import Path
 
-from hub_upload.facts import read_facts
+from hub_upload.card.facts import read_facts
 from tests.docs.test_snippets import ROOT, blocks_of, commands_of
 
 

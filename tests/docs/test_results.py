@@ -8,8 +8,8 @@ import pytest
 from benchmarks import study_time
 from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
-from benchmarks.report import speed_tables
-from benchmarks.study_report import (
+from benchmarks.lib.report import speed_tables
+from benchmarks.lib.study_report import (
     acceptance_table,
     confidence_tables,
     curve_table,
@@ -17,7 +17,7 @@ from benchmarks.study_report import (
     margin_table,
     tau_table,
 )
-from benchmarks.throughput_summary import throughput_table
+from benchmarks.lib.throughput_summary import throughput_table
 from benchmarks.training_step import step_table
 
 

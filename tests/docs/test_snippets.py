@@ -22,11 +22,11 @@ import typer
 from transformers import HfArgumentParser
 
 import modeling_dspark
-from hub_upload.package import package
+from hub_upload.package.package import package
 from modeling_dspark import DSparkConfig, DSparkModel, Engine
 from modeling_dspark.configuration_dspark import SCHEDULES
 from tests.builders import cache_with_kernels
-from training.targets import EMBEDDED_TARGET, resolve_target
+from training.common.targets import EMBEDDED_TARGET, resolve_target
 
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from modeling_dspark import CostProfile, Engine, Schedule, block_drafter_dspark, engine_dspark, profiling_dspark
-from modeling_dspark.costs_dspark import Curve
-from modeling_dspark.packed_target_dspark import why_not_packable
-from modeling_dspark.scheduling_dspark import DraftSettings
+from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_measure
+from modeling_dspark.schedule_costs import Curve
+from modeling_dspark.target_packed import why_not_packable
+from modeling_dspark.schedule_policies import DraftSettings
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
 from tests.generation.test_greedy_equality import HEADS
 
@@ -218,7 +218,7 @@ def long_case(family):
 def test_long_and_short_prompts_in_chunks(family, chunk, side, monkeypatch):
     target, (prompts, texts) = packable_target(family), long_case(family)
     if chunk == 7:  # more prompt tokens than one forward takes
-        monkeypatch.setattr(engine_dspark, "_PREFILL_TOKENS", 64)
+        monkeypatch.setattr(engine_loop, "_PREFILL_TOKENS", 64)
     drafter = wrong_drafter(target, prompts, texts)
     assert assisted(target, drafter, prompts, side=side, max_new_tokens=8, prefill_chunk_size=chunk) == texts
 
@@ -245,11 +245,11 @@ def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
 def test_rounds_have_few_numbers_of_tokens_where_each_needs_kernels(schedule, fake_costs, monkeypatch):
     """Rounds with drafts; a schedule left to itself uses whatever number of tokens pays. Texts are the same."""
     costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all slots pay
-    monkeypatch.setattr(profiling_dspark, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
     prompts, texts = PROMPTS * 2, texts_of("llama") * 2
     sizes = {}
     for step in (1, 4):
-        monkeypatch.setattr(block_drafter_dspark, "rounding", lambda _, step=step: lambda n: -(-n // step) * step)
+        monkeypatch.setattr(engine_drafts, "rounding", lambda _, step=step: lambda n: -(-n // step) * step)
         target = copy.deepcopy(target_of("llama"))
         drafter = wrong_drafter(target, prompts, texts, block_size=5)
         assisted(target, drafter, prompts, max_new_tokens=1)  # whether it can be packed is known by now
@@ -840,7 +840,7 @@ class TestEngine:
             assert sizes == {batch_size}
 
     def test_costs_that_say_nothing_are_warned_about(self, fake_costs, caplog):
-        logging.get_logger("modeling_dspark.block_drafter_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.engine_drafts").warning_once.cache_clear()
         target = target_of("llama")
         for verify, warned in ((Curve([1, 101], [1.0, 1.1]), False), (Curve([1, 101], [1.0, 1.0]), True)):
             self.engine(tiny_drafter(target), target, "throughput", dataclasses.replace(fake_costs, verify=verify))
@@ -870,7 +870,7 @@ class TestSeeds:
     def test_set_seed_repeats_a_batch_whatever_processors_cost(self, monkeypatch):
         """A clock that runs ever faster: what is measured twice is dearer the second time, and must not matter."""
         ticks = (1e-6 * 10.0**index for index in itertools.count())
-        monkeypatch.setattr(profiling_dspark, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(engine_measure, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
         target = varied_target("llama")
         drafter = wrong_drafter(target, PROMPTS, texts_of("llama"))
         kwargs = self.KWARGS | {"top_k": 9, "temperature": 0.8, "num_assistant_tokens_schedule": "throughput"}

@@ -25,9 +25,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from modeling_dspark import Engine, RoundView, Schedule, verification_dspark
-from modeling_dspark.costs_dspark import Curve
-from modeling_dspark.scheduling_dspark import (
+from modeling_dspark import Engine, RoundView, Schedule, draft_accept
+from modeling_dspark.schedule_costs import Curve
+from modeling_dspark.schedule_policies import (
     ConfidenceSchedule,
     DraftSettings,
     FixedSchedule,
@@ -222,7 +222,7 @@ class TestJoint:
     @pytest.mark.parametrize("broken", ["uniform", "of another row"])
     def test_a_wrong_draft_distribution_fails(self, broken, monkeypatch):
         """The distribution in the acceptance is not the one that was drawn from."""
-        real = verification_dspark.accept_sampled
+        real = draft_accept.accept_sampled
 
         def wrong(draft_tokens, draft_logits, *args, **kwargs):
             other = torch.zeros_like(draft_logits) if broken == "uniform" else draft_logits.roll(1, dims=0)

@@ -25,10 +25,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
-from modeling_dspark.cache_dspark import cache_keyword, loop_takes_embeddings
-from modeling_dspark.fused_backends_dspark import backend_for
-from modeling_dspark.scheduling_dspark import resolve_settings
-from modeling_dspark.target_dspark import tapped_features
+from modeling_dspark.model_cache import cache_keyword, loop_takes_embeddings
+from modeling_dspark.fused_backends import backend_for
+from modeling_dspark.schedule_policies import resolve_settings
+from modeling_dspark.target_binding import tapped_features
 from tests.builders import cache_with_kernels, script, tiny_drafter, tiny_target
 from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain, scripted
 
@@ -688,7 +688,7 @@ def test_a_quantised_target_is_warned_about(caplog):
     target = tiny_target("llama")
     drafter = scripted(target, wrong_every=1000)
     target.is_quantized = True
-    logging.get_logger("modeling_dspark.generation_dspark").warning_once.cache_clear()
+    logging.get_logger("modeling_dspark.generate_call").warning_once.cache_clear()
     run = check(target, drafter, max_new_tokens=12, eos_token_id=None)
     assert f"{run.accepted_length:.2f}" in caplog.text
     assert "quantised" in caplog.text
@@ -698,7 +698,7 @@ def test_two_copies_of_remote_code(tmp_path):
     """Two remote-code folders in one process, which never imported the package, both work and do not stack."""
     import json
 
-    from hub_upload.package import package
+    from hub_upload.package.package import package
 
     target = tiny_target("llama")
     target.save_pretrained(tmp_path / "target")
@@ -736,7 +736,7 @@ drafter.save_pretrained(sys.argv[1] + "/again")
 for name in (sys.argv[1] + "/again", "org/three"):
     again = AutoModel.from_pretrained(name, trust_remote_code=True)
     texts.append(target.generate(prompt, assistant_model=again, **call).tolist())
-    fused = sys.modules[type(again).__module__.rpartition(".")[0] + ".fused_backends_dspark"]
+    fused = sys.modules[type(again).__module__.rpartition(".")[0] + ".fused_backends"]
     assert [type(backend).__name__ for backend in fused._made.values()] == [sys.argv[2]]
 print(json.dumps(texts))
 """

@@ -24,10 +24,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from modeling_dspark.cache_dspark import DSparkCache
-from modeling_dspark.drafting_dspark import propose
-from modeling_dspark.target_dspark import tapped_features
-from modeling_dspark.verification_dspark import Verdict, accept_sampled
+from modeling_dspark.model_cache import DSparkCache
+from modeling_dspark.draft_propose import propose
+from modeling_dspark.target_binding import tapped_features
+from modeling_dspark.draft_accept import Verdict, accept_sampled
 from tests.builders import tiny_drafter, tiny_target
 
 

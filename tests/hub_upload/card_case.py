@@ -4,11 +4,11 @@ import json
 import random
 
 from tests.builders import tiny_drafter, tiny_target
-from training.evaluation import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
-from training.evaluation_report import EvalReport, SetReport
-from training.features import fingerprint
-from training.files import checksum
-from training.rounds import join
+from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
+from training.evaluation.report import EvalReport, SetReport
+from training.data.features import fingerprint
+from training.common.files import checksum
+from training.confidence.rounds import join
 
 
 TEMPERATURES = [1.2345, 0.6789, 1.1111, 0.9876]

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from hub_upload import card
 from hub_upload.__main__ import app
-from hub_upload.card import card_files, write_card
-from hub_upload.package import package
+from hub_upload.card.card import card_files, write_card
+from hub_upload.package.package import package
 from tests.builders import cache_with_kernels, tiny_target
 from tests.hub_upload.card_case import TEMPERATURES, evaluation, latency, make_drafter
-from training.tables import speed_tables
-from training.targets import chat_template_hash
+from training.common.tables import speed_tables
+from training.common.targets import chat_template_hash
 
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.convert import convert, plan_conversion
-from hub_upload.streaming import rows_piece, small_piece, stored_piece, write_safetensors
+from hub_upload.convert.convert import convert, plan_conversion
+from hub_upload.convert.streaming import rows_piece, small_piece, stored_piece, write_safetensors
 from modeling_dspark import DSparkModel
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
-from modeling_dspark.tensor_files_dspark import read_header
+from modeling_dspark.formats.tensors import read_header
 from tests.builders import tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 
@@ -441,7 +441,7 @@ def sparse_file(path, shapes):
 def peaks_of(folder, *names):
     """Peak memory of a process in bytes after each of some conversions, one after the other."""
     code = (
-        "import resource, sys; from hub_upload.convert import convert, plan_conversion\n"
+        "import resource, sys; from hub_upload.convert.convert import convert, plan_conversion\n"
         "for name in sys.argv[1:]:\n"
         "    convert(plan_conversion(name, 'dspark'), name + '-out')\n"
         "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"

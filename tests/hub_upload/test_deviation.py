@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hub_upload.deviation import compare
+from hub_upload.hub.deviation import compare
 
 
 def prompts_of(random, num_prompts, tau):

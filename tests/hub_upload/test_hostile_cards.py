@@ -6,9 +6,9 @@ import re
 import pytest
 
 from hub_upload import verify, verify_command
-from hub_upload.card import card_files, write_card
-from hub_upload.checks import Check, Report, check_card, check_weights, read_package
-from hub_upload.subject import Subject
+from hub_upload.card.card import card_files, write_card
+from hub_upload.hub.checks import Check, Report, check_card, check_weights, read_package
+from hub_upload.hub.subject import Subject
 from tests.conftest import FIXTURES
 from tests.hub_upload.card_case import evaluation, make_drafter
 

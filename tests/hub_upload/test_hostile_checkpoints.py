@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.convert import convert, plan_conversion
-from hub_upload.package import package
+from hub_upload.convert.convert import convert, plan_conversion
+from hub_upload.package.package import package
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.conftest import FIXTURES

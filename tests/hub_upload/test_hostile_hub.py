@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.push import checked_files
+from hub_upload.hub.push import checked_files
 from tests.hub_upload.hub_double import Fault
 from tests.hub_upload.test_scan import SECRETS
 
@@ -72,7 +72,7 @@ def push(folder):
 @pytest.mark.parametrize("body", [b"<html>Log in first</html>", b"{}", b"[]", b"null"])
 @pytest.mark.parametrize("request_line", ["GET /api/models/org/tiny$", "GET .*/tree/", "POST .*/commit/"])
 def test_answers_that_are_none(hub, small, monkeypatch, request_line, body):
-    monkeypatch.setattr("hub_upload.hub_errors.time.sleep", lambda _: None)
+    monkeypatch.setattr("hub_upload.hub.errors.time.sleep", lambda _: None)
     hub.store.create(REPO, private=True)
     hub.faults.append(Fault(request_line, times=100, body=body, headers={"Content-Length": str(len(body))}))
     result = push(small)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hub_upload import push as push_module
 from hub_upload.__main__ import app
-from hub_upload.push import checked_files, push
+from hub_upload.hub.push import checked_files, push
 from tests.hub_upload.hub_double import READER, STRANGER, Fault, HubDouble
 
 
@@ -138,7 +138,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub, small):
 def test_another_commit_in_between_is_not_buried(hub, small, monkeypatch):
     hub.store.create(REPO, private=True)
     monkeypatch.setattr(
-        "hub_upload.push.time.sleep", lambda seconds: hub.store.put(REPO, {"README.md": b"by somebody else"})
+        "hub_upload.hub.push.time.sleep", lambda seconds: hub.store.put(REPO, {"README.md": b"by somebody else"})
     )
     hub.faults.append(Fault("POST .*/commit/", status=503))
     with pytest.raises(ValueError, match="somebody else changed it"):

@@ -5,8 +5,8 @@ import pickle
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hub_upload.push import checked_files
-from hub_upload.scan import is_pickle
+from hub_upload.hub.push import checked_files
+from hub_upload.package.scan import is_pickle
 
 
 # Put together here, so that no scanner takes this file for a leak.

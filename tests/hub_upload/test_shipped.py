@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from hub_upload.card import card_files
-from hub_upload.package import package, remote_code_files
+from hub_upload.card.card import card_files
+from hub_upload.package.package import package, remote_code_files
 from tests.builders import cache_with_kernels
-from training.targets import EMBEDDED_TARGET, resolve_target
+from training.common.targets import EMBEDDED_TARGET, resolve_target
 
 
 ROOT = Path(__file__).parents[2]

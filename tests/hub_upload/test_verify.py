@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from hub_upload import verify as verify_module
 from hub_upload.__main__ import app
-from hub_upload.package import package
-from hub_upload.push import checked_files, push
+from hub_upload.package.package import package
+from hub_upload.hub.push import checked_files, push
 from modeling_dspark import DSparkModel
 from tests.hub_upload.bigrams import NEW_TOKENS, SETS, card_of, count_rounds, make_pair
-from training.evaluation import acceptance_figures
-from training.evaluation_report import EvalReport, SetReport
-from training.features import fingerprint
+from training.evaluation.figures import acceptance_figures
+from training.evaluation.report import EvalReport, SetReport
+from training.data.features import fingerprint
 
 
 REPO = "org/tiny"
@@ -141,16 +141,16 @@ def test_code_from_elsewhere(honest, copy):
     (copy / "config.json").write_text(json.dumps(config))
     assert failed(run_verify(honest, copy)) == ["manifest", "code", "decoding"]
     (copy / "extra_dspark.py").write_text("")
-    (copy / "heads_dspark.py").unlink()
+    (copy / "model_heads.py").unlink()
     said = rows_of(run_verify(honest, copy))["code"]
-    assert "heads_dspark.py is missing" in said
+    assert "model_heads.py is missing" in said
     assert "extra_dspark.py is not of this project" in said
 
 
 @pytest.mark.slow
 def test_accepted_code_runs_and_is_judged(honest, copy):
     """Code that keeps every draft makes other text; with the digest of what was read it may run, with another not."""
-    path = copy / "verification_dspark.py"
+    path = copy / "draft_accept.py"
     code = path.read_text()
     keeps_all = code.replace("_leading(draft_tokens == choices[:, :-1], ", "_leading(draft_tokens == draft_tokens, ")
     assert keeps_all != code

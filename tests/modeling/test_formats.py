@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.cache_dspark import DSparkCache
+from modeling_dspark.model_cache import DSparkCache
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 

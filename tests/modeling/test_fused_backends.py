@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from modeling_dspark import fused_backends_dspark, fused_nvrtc_dspark
-from modeling_dspark.fused_backends_dspark import GpuBackend, backend_for
-from modeling_dspark.fused_build_dspark import BuildError
-from modeling_dspark.fused_head_dspark import fused_block
-from modeling_dspark.fused_launch_dspark import LaunchError
-from modeling_dspark.fused_nvcc_dspark import NoToolkitError
-from modeling_dspark.fused_nvrtc_dspark import NvrtcKernels
+from modeling_dspark import fused_backends, fused_nvrtc
+from modeling_dspark.fused_backends import GpuBackend, backend_for
+from modeling_dspark.fused_build import BuildError
+from modeling_dspark.fused_head import fused_block
+from modeling_dspark.fused_launch import LaunchError
+from modeling_dspark.fused_nvcc import NoToolkitError
+from modeling_dspark.fused_nvrtc import NvrtcKernels
 from tests.builders import tiny_drafter, tiny_target
 from tests.modeling.test_fused_cuda import FakeDriver, StubCompiler
 from tests.modeling.test_fused_head import DTYPES, KINDS, check, random_heads
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def no_backends(monkeypatch):
     """A process that has tried nothing yet."""
-    logging.get_logger("modeling_dspark.fused_backends_dspark").warning_once.cache_clear()
-    monkeypatch.setattr(fused_backends_dspark, "_made", {})
-    monkeypatch.setattr(fused_backends_dspark, "_given_up", set())
+    logging.get_logger("modeling_dspark.fused_backends").warning_once.cache_clear()
+    monkeypatch.setattr(fused_backends, "_made", {})
+    monkeypatch.setattr(fused_backends, "_given_up", set())
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def gpu(driver, no_backends, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fused_nvrtc_dspark, "Nvrtc", StubCompiler)
+    monkeypatch.setattr(fused_nvrtc, "Nvrtc", StubCompiler)
     backend = GpuBackend(lambda source, capability: NvrtcKernels(source, capability, driver.library), CPU)
-    monkeypatch.setitem(fused_backends_dspark._made, ("cpu", CPU), backend)
+    monkeypatch.setitem(fused_backends._made, ("cpu", CPU), backend)
     return backend
 
 
@@ -144,7 +144,7 @@ class TestChoice:
 
         monkeypatch.setenv("DSPARK_FUSED_HEAD", choice)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(fused_backends_dspark, "_makers", {name: make(name) for name in ("cpu", "cuda", "nvrtc")})
+        monkeypatch.setattr(fused_backends, "_makers", {name: make(name) for name in ("cpu", "cuda", "nvrtc")})
         return backend_for(torch.device(device)), backend_for(torch.device(device)), tried
 
     @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ class TestChoice:
         def fail(_):
             raise LaunchError("no driver")
 
-        monkeypatch.setattr(fused_backends_dspark, "_makers", {"cpu": fail})
+        monkeypatch.setattr(fused_backends, "_makers", {"cpu": fail})
         assert backend_for(CPU) is None
         assert "no driver" in caplog.text

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from modeling_dspark import fused_build_dspark, fused_nvcc_dspark, fused_nvrtc_dspark
-from modeling_dspark.fused_build_dspark import BuildError
-from modeling_dspark.fused_launch_dspark import (
+from modeling_dspark import fused_build, fused_nvcc, fused_nvrtc
+from modeling_dspark.fused_build import BuildError
+from modeling_dspark.fused_launch import (
     HeadArguments,
     LaunchError,
     architecture,
@@ -27,8 +27,8 @@ from modeling_dspark.fused_launch_dspark import (
     shared_bytes,
     tiles_for,
 )
-from modeling_dspark.fused_nvcc_dspark import NvccKernels, find_toolkit
-from modeling_dspark.fused_nvrtc_dspark import Nvrtc, NvrtcKernels
+from modeling_dspark.fused_nvcc import NvccKernels, find_toolkit
+from modeling_dspark.fused_nvrtc import Nvrtc, NvrtcKernels
 from tests.cuda.build import build_fake_driver
 from tests.cuda.head import DTYPES, KINDS, Launch, check_block, run
 from tests.modeling.test_fused_head import random_heads
@@ -212,7 +212,7 @@ class TestToolkit:
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("PATH", "/bin")
         monkeypatch.setattr(sys, "path", [])
-        monkeypatch.setattr(fused_nvcc_dspark, "_USUAL_HOME", tmp_path / "usual")
+        monkeypatch.setattr(fused_nvcc, "_USUAL_HOME", tmp_path / "usual")
 
     @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
     def test_the_one_that_is_named(self, variable, tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ class TestToolkit:
         home = write_nvcc(tmp_path / "nvidia" / "cu13")
         (home / "lib").mkdir()
         (home / "lib" / "libcudart.so.13").touch()
-        flags = fused_nvcc_dspark._link_flags(home, tmp_path / "link")
+        flags = fused_nvcc._link_flags(home, tmp_path / "link")
         assert (tmp_path / "link" / "libcudart.so").resolve() == home / "lib" / "libcudart.so.13"
         assert flags == [f"-L{tmp_path / 'link'}", "-Wl,--as-needed", f"-Wl,-rpath,{home / 'lib'}"]
 
@@ -280,7 +280,7 @@ class TestNvcc:
     def test_no_kernel_spills_registers(self, number, toolkit, tmp_path):
         command = [
             toolkit.home / "bin" / "nvcc",
-            *fused_nvcc_dspark._FLAGS,
+            *fused_nvcc._FLAGS,
             f"-arch=sm_{number}",
             "-Xptxas",
             "-v",
@@ -333,7 +333,7 @@ class TestNvcc:
         library = mock.Mock(
             **{"dspark_head_launch.return_value": 9, "dspark_head_error.return_value": b"no such luck"}
         )
-        monkeypatch.setattr(fused_nvcc_dspark, "build", lambda *_: library)
+        monkeypatch.setattr(fused_nvcc, "build", lambda *_: library)
         with pytest.raises(LaunchError, match=r"dspark_head_fp32_1: no such luck \(CUDA error 9\)"):
             NvccKernels("", (9, 0)).launch(0, 1, HeadArguments(), 0, 2, blocks=3, threads=256, shared_bytes=5, stream=6,
                                            cooperative=True)  # fmt: skip
@@ -342,7 +342,7 @@ class TestNvcc:
 
     def test_less_shared_memory_takes_none_away(self, monkeypatch):
         library = mock.Mock(**{"dspark_head_occupancy.return_value": 0})
-        monkeypatch.setattr(fused_nvcc_dspark, "build", lambda *_: library)
+        monkeypatch.setattr(fused_nvcc, "build", lambda *_: library)
         kernels = NvccKernels("", (9, 0))
         for size in (500, 900, 700, 500, 900):
             kernels.occupancy(1, 2, 256, size)
@@ -415,21 +415,21 @@ class TestNvrtc:
     def test_without_a_folder_to_write_to(self, monkeypatch, tmp_path, stub_compiler):
         (tmp_path / "file").touch()
         monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "file"))
-        monkeypatch.setattr(fused_build_dspark.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+        monkeypatch.setattr(fused_build.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
         for _ in range(2):
             assert stub_compiler.compile_kept(SOURCE, {}, 90) == STUB
         assert len(stub_compiler.compiled) == 2
 
     def test_what_others_could_have_written_is_not_used(self, monkeypatch, tmp_path, stub_compiler):
         monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
-        monkeypatch.setattr(fused_build_dspark.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+        monkeypatch.setattr(fused_build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
         stub_compiler.compile_kept(SOURCE, {}, 90)
         (tmp_path / "kernels").chmod(0o777)
         stub_compiler.compile_kept(SOURCE, {}, 90)
         assert len(stub_compiler.compiled) == 2
 
     def test_it_is_named_where_it_is_missing(self, monkeypatch):
-        monkeypatch.setattr(fused_nvrtc_dspark, "_candidates", lambda: [("libnothing.so", ctypes.DEFAULT_MODE)])
+        monkeypatch.setattr(fused_nvrtc, "_candidates", lambda: [("libnothing.so", ctypes.DEFAULT_MODE)])
         with pytest.raises(BuildError, match=r"NVRTC.*libnothing\.so.*pip install nvidia-cuda-nvrtc"):
             Nvrtc()
 
@@ -442,9 +442,9 @@ class TestNvrtc:
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         for version, first, second in (("12.8", 12, 13), ("13.0", 13, 12), (None, 13, 12)):
             monkeypatch.setattr(torch.version, "cuda", version)
-            found = [Path(file).name for file, mode in fused_nvrtc_dspark._candidates() if os.sep in file]
+            found = [Path(file).name for file, mode in fused_nvrtc._candidates() if os.sep in file]
             assert found == [f"libnvrtc.so.{first}", f"libnvrtc.so.{second}"]
-            assert next(fused_nvrtc_dspark._candidates())[0] == f"libnvrtc.so.{first}"
+            assert next(fused_nvrtc._candidates())[0] == f"libnvrtc.so.{first}"
 
 
 class StubCompiler(Nvrtc):
@@ -489,7 +489,7 @@ def kernels(driver, monkeypatch):
     try:
         return NvrtcKernels(SOURCE, (9, 0), driver.library)
     except BuildError:
-        monkeypatch.setattr(fused_nvrtc_dspark, "Nvrtc", StubCompiler)
+        monkeypatch.setattr(fused_nvrtc, "Nvrtc", StubCompiler)
         return NvrtcKernels(SOURCE, (9, 0), driver.library)
 
 
@@ -568,11 +568,11 @@ class TestLaunches:
         with pytest.raises(LaunchError, match="cuFuncSetAttribute: invalid argument"):
             kernels.occupancy(0, 1, 256, 300_000)
         monkeypatch.setattr(StubCompiler, "compile", lambda *_: b"what is this")
-        monkeypatch.setattr(fused_nvrtc_dspark, "Nvrtc", StubCompiler)
+        monkeypatch.setattr(fused_nvrtc, "Nvrtc", StubCompiler)
         with pytest.raises(LaunchError, match="cuModuleLoadData: device kernel image is invalid"):
             NvrtcKernels("another source", (9, 0), driver.library).occupancy(0, 1, 256, 1024)
 
     def test_a_missing_driver_is_named(self, monkeypatch):
-        monkeypatch.setattr(fused_nvrtc_dspark, "Nvrtc", StubCompiler)
+        monkeypatch.setattr(fused_nvrtc, "Nvrtc", StubCompiler)
         with pytest.raises(LaunchError, match=r"NVIDIA's driver.*libnothing\.so\.1"):
             NvrtcKernels(SOURCE, (9, 0), "libnothing.so.1")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from scipy import stats
 
-from modeling_dspark.fused_backends_dspark import GpuBackend
-from modeling_dspark.fused_build_dspark import BuildError
-from modeling_dspark.fused_head_dspark import BlockTokens, fused_block
-from modeling_dspark.fused_nvcc_dspark import NvccKernels
-from modeling_dspark.fused_nvrtc_dspark import NvrtcKernels
-from modeling_dspark.fused_reference_dspark import HeadInputs
+from modeling_dspark.fused_backends import GpuBackend
+from modeling_dspark.fused_build import BuildError
+from modeling_dspark.fused_head import BlockTokens, fused_block
+from modeling_dspark.fused_nvcc import NvccKernels
+from modeling_dspark.fused_nvrtc import NvrtcKernels
+from modeling_dspark.fused_torch import HeadInputs
 from tests.modeling.test_fused_head import DTYPES, KINDS, check, first_of_the_highest, random_heads
 
 

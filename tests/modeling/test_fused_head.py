@@ -22,16 +22,16 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from transformers.utils import logging
 
-from modeling_dspark import drafting_dspark, fused_backends_dspark, fused_build_dspark
-from modeling_dspark.cache_dspark import DSparkCache
-from modeling_dspark.drafting_dspark import propose
-from modeling_dspark.fused_backends_dspark import CpuBackend
-from modeling_dspark.fused_build_dspark import load_library
-from modeling_dspark.fused_head_dspark import BlockTokens, fusable_heads, fused_block
-from modeling_dspark.fused_launch_dspark import LaunchError
-from modeling_dspark.fused_reference_dspark import HeadInputs, head_in_torch, philox_uniform
+from modeling_dspark import draft_propose, fused_backends, fused_build
+from modeling_dspark.model_cache import DSparkCache
+from modeling_dspark.draft_propose import propose
+from modeling_dspark.fused_backends import CpuBackend
+from modeling_dspark.fused_build import load_library
+from modeling_dspark.fused_head import BlockTokens, fusable_heads, fused_block
+from modeling_dspark.fused_launch import LaunchError
+from modeling_dspark.fused_torch import HeadInputs, head_in_torch, philox_uniform
 from modeling_dspark.modeling_dspark import DSparkModel
-from modeling_dspark.profiling_dspark import profile_key
+from modeling_dspark.engine_measure import profile_key
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -57,7 +57,7 @@ SHAPES = [
 def library():
     try:
         return CpuBackend()
-    except fused_build_dspark.BuildError as error:
+    except fused_build.BuildError as error:
         pytest.skip(str(error))
 
 
@@ -423,7 +423,7 @@ class TestOperation:
             )
 
         calls = []
-        monkeypatch.setattr(drafting_dspark, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        monkeypatch.setattr(draft_propose, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
         fused, step = block(), drafter.head_step
         assert calls == [1]
         plain = block(lambda *args: step(*args))  # a user's own
@@ -444,9 +444,9 @@ class TestOperation:
         assert fusable_heads(tiny_drafter(target), logits.double()) is None
 
     def test_other_dtypes_go_slot_by_slot_and_say_so(self, monkeypatch, caplog):
-        monkeypatch.setattr(fused_backends_dspark, "load_library", lambda *_: pytest.fail("built in vain"))
-        monkeypatch.setattr(fused_backends_dspark, "_made", {})
-        logging.get_logger("modeling_dspark.fused_head_dspark").warning_once.cache_clear()
+        monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
+        monkeypatch.setattr(fused_backends, "_made", {})
+        logging.get_logger("modeling_dspark.fused_head").warning_once.cache_clear()
         assert fusable_heads(tiny_drafter(tiny_target("llama")), torch.zeros(1, 4, 61, dtype=torch.bfloat16)) is None
         assert "torch.bfloat16" in caplog.text
         assert "Load both models with the same `dtype=`" in caplog.text
@@ -517,8 +517,8 @@ class TestOperation:
         assert not profile_key(drafter, target)["fused_head"]
 
     def test_without_heads_to_fuse_nothing_is_built(self, monkeypatch):
-        monkeypatch.setattr(fused_backends_dspark, "load_library", lambda *_: pytest.fail("built in vain"))
-        monkeypatch.setattr(fused_backends_dspark, "_made", {})
+        monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
+        monkeypatch.setattr(fused_backends, "_made", {})
         target = tiny_target("llama")
         bare = tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False)
         target.generate(torch.tensor([[3, 4, 5]]), assistant_model=bare, max_new_tokens=6)
@@ -531,7 +531,7 @@ class TestOperation:
         target = tiny_target("llama", attn_implementation="eager")
         drafter = tiny_drafter(target)
         calls = []
-        monkeypatch.setattr(drafting_dspark, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        monkeypatch.setattr(draft_propose, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
         ours = {} if use_cache is None else {"output_attentions": True, "return_dict_in_generate": True}
         target.generate(torch.tensor([[3, 4, 5]]), assistant_model=drafter, max_new_tokens=8, **sampling, **ours)
         assert calls
@@ -557,11 +557,11 @@ class TestOperation:
             (tmp_path / name / "__init__.py").write_text(
                 ""
             )  # or Transformers would take its classes for the drafter's
-            code = (tmp_path / name / "fused_head_dspark.py").read_text()
+            code = (tmp_path / name / "fused_head.py").read_text()
             changed = code.replace("    keep_logits: bool,\n) ->", f"    keep_logits: bool,\n{argument}) ->")
             changed = changed.replace("HeadInputs(**locals())", "HeadInputs(*list(locals().values())[:14])")
-            (tmp_path / name / "fused_head_dspark.py").write_text(changed)
-            module = importlib.import_module(f"{name}.fused_head_dspark")
+            (tmp_path / name / "fused_head.py").write_text(changed)
+            module = importlib.import_module(f"{name}.fused_head")
             assert torch.equal(module.fused_block(heads, *inputs).tokens, expected.tokens)
             assert torch.equal(fused_block(heads, *inputs).tokens, expected.tokens)
             is_shared = module._operation is torch.ops.dspark.sequential_head.default
@@ -571,12 +571,12 @@ class TestOperation:
 # For one instruction set and without optimisation, which builds in a tenth of the time.
 SCRIPT = """
 import torch
-from modeling_dspark import fused_backends_dspark, fused_build_dspark
-from modeling_dspark.fused_head_dspark import fused_block
-source = fused_backends_dspark.HEAD_CPU.replace("#if defined(__x86_64__) && defined(__GNUC__)", "#if 0")
+from modeling_dspark import fused_backends, fused_build
+from modeling_dspark.fused_head import fused_block
+source = fused_backends.HEAD_CPU.replace("#if defined(__x86_64__) && defined(__GNUC__)", "#if 0")
 assert source.count("#if 0") == 1
-fused_backends_dspark.HEAD_CPU = source
-fused_build_dspark._FLAGS[0] = "-O0"
+fused_backends.HEAD_CPU = source
+fused_build._FLAGS[0] = "-O0"
 heads = dict.fromkeys(["mixer_weight", "mixer_bias", "confidence_weight", "confidence_bias", "draft_to_target"])
 heads |= {"w1": torch.ones(5, 2), "w2": torch.arange(10.0).view(5, 2), "kind": "vanilla"}
 print(fused_block(heads, torch.zeros(1, 3, 5), torch.zeros(1, 3, 4), torch.tensor([2])).tokens.tolist())
@@ -636,7 +636,7 @@ class TestBuilding:
         shared.mkdir()
         shared.chmod(0o777)
         monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
-        assert all(folder != shared for folder in [fused_build_dspark._writable_folder()])
+        assert all(folder != shared for folder in [fused_build._writable_folder()])
 
 
 ONE = 'extern "C" int one() { return 1; }'
@@ -647,16 +647,16 @@ class TestSmallBuilds:
 
     @pytest.fixture(autouse=True)
     def _fresh(self, library, monkeypatch, tmp_path):
-        monkeypatch.setattr(fused_build_dspark, "_FLAGS", ["-O0"])
+        monkeypatch.setattr(fused_build, "_FLAGS", ["-O0"])
         monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        logging.get_logger("modeling_dspark.fused_build_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.fused_build").warning_once.cache_clear()
         self.forget(monkeypatch)
 
     def forget(self, monkeypatch):
         """As a new process would."""
-        monkeypatch.setattr(fused_build_dspark, "_loaded", {})
-        monkeypatch.setattr(fused_build_dspark, "_failed", {})
+        monkeypatch.setattr(fused_build, "_loaded", {})
+        monkeypatch.setattr(fused_build, "_failed", {})
 
     def test_a_library_that_is_cut_short_is_built_again(self, monkeypatch, tmp_path, caplog):
         """Loading it would end the process."""
@@ -693,17 +693,17 @@ class TestSmallBuilds:
         def flock(*_):
             raise OSError(38, "Function not implemented")
 
-        monkeypatch.setattr(fused_build_dspark.fcntl, "flock", flock)
+        monkeypatch.setattr(fused_build.fcntl, "flock", flock)
         (tmp_path / "cache" / "kernels").mkdir(parents=True, mode=0o700)
         assert load_library("one", ONE).one() == 1
 
     def test_who_waits_says_so(self, tmp_path, caplog):
         path = tmp_path / "one.so.lock"
         with path.open("a") as file:
-            fused_build_dspark.fcntl.flock(file, fused_build_dspark.fcntl.LOCK_EX)
-            released = threading.Timer(0.3, fused_build_dspark.fcntl.flock, (file, fused_build_dspark.fcntl.LOCK_UN))
+            fused_build.fcntl.flock(file, fused_build.fcntl.LOCK_EX)
+            released = threading.Timer(0.3, fused_build.fcntl.flock, (file, fused_build.fcntl.LOCK_UN))
             released.start()
-            with fused_build_dspark._locked(path) as is_locked:
+            with fused_build._locked(path) as is_locked:
                 assert is_locked
             released.join()
         assert "Waiting for another process that builds one.so" in caplog.text
@@ -720,7 +720,7 @@ class TestSmallBuilds:
 
     def test_without_a_compiler_nothing_is_said_to_be_built(self, monkeypatch, caplog):
         monkeypatch.setenv("CXX", "g++ -fPIC")
-        with pytest.raises(fused_build_dspark.BuildError, match=r"no program `g\+\+ -fPIC`.*g\+\+ 12"):
+        with pytest.raises(fused_build.BuildError, match=r"no program `g\+\+ -fPIC`.*g\+\+ 12"):
             load_library("one", ONE)
         assert "Building" not in caplog.text
 
@@ -738,13 +738,13 @@ def test_an_installed_package_has_the_kernels(tmp_path, library):
         shutil.copy(ROOT / name, tmp_path / "source" / name)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(tmp_path / "source")], check=True, timeout=120)
-    code = "import modeling_dspark.fused_backends_dspark as made; print(made.__file__, made.CpuBackend().best_isa)"
+    code = "import modeling_dspark.fused_backends as made; print(made.__file__, made.CpuBackend().best_isa)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")}, text=True,
         capture_output=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.split() == [
-        str(tmp_path / "site" / "modeling_dspark" / "fused_backends_dspark.py"), str(library.best_isa),
+        str(tmp_path / "site" / "modeling_dspark" / "fused_backends.py"), str(library.best_isa),
     ]  # fmt: skip
     assert (tmp_path / "site" / "modeling_dspark" / "kernels" / "head_cpu.cpp").is_file()
 
@@ -775,16 +775,16 @@ def test_temperatures_beyond_fp32s_inverses_are_pytorchs(temperature, library, m
 
 def test_sources_are_those_of_the_files():
     write_sources = runpy.run_path(str(ROOT / "modeling_dspark" / "kernels" / "write_sources.py"))
-    assert (ROOT / "modeling_dspark" / "fused_sources_dspark.py").read_text() == write_sources["module_text"]()
+    assert (ROOT / "modeling_dspark" / "fused_sources.py").read_text() == write_sources["module_text"]()
 
 
 def test_a_failed_build_is_said_once(monkeypatch, caplog):
     def fail(*_):
-        raise fused_build_dspark.BuildError("no compiler")
+        raise fused_build.BuildError("no compiler")
 
-    logging.get_logger("modeling_dspark.fused_backends_dspark").warning_once.cache_clear()
-    monkeypatch.setattr(fused_backends_dspark, "load_library", fail)
-    monkeypatch.setattr(fused_backends_dspark, "_made", {})
+    logging.get_logger("modeling_dspark.fused_backends").warning_once.cache_clear()
+    monkeypatch.setattr(fused_backends, "load_library", fail)
+    monkeypatch.setattr(fused_backends, "_made", {})
     heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
     for _ in range(2):
         check(heads, inputs, fused_block(heads, *inputs, keep_logits=True))

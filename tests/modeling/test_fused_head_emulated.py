@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from modeling_dspark.fused_launch_dspark import HeadArguments
+from modeling_dspark.fused_launch import HeadArguments
 from tests.cuda.build import build_emulator, build_fake_driver
 from tests.cuda.head import DTYPES, KINDS, LAUNCHES, Launch, check_block, load, reference, run
 from tests.modeling.test_fused_head import first_of_the_highest, random_heads

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-import training.attention  # noqa: F401 - registers `dspark_chunked`
-from hub_upload.package import package
+import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
+from hub_upload.package.package import package
 from modeling_dspark import DSparkModel
-from modeling_dspark.cache_dspark import DSparkCache
+from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
 from tests.builders import cache_with_kernels, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
-from training.blocks import make_blocks
-from training.forward import forward_blocks
+from training.data.blocks import make_blocks
+from training.objective.forward import forward_blocks
 
 
 FOLDER = FIXTURES / "gemma4_deepspec"

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import training.attention  # noqa: F401 - registers `dspark_chunked`
-from modeling_dspark.cache_dspark import DSparkCache
-from modeling_dspark.target_dspark import TargetBinding, tapped_features
+import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
+from modeling_dspark.model_cache import DSparkCache
+from modeling_dspark.target_binding import TargetBinding, tapped_features
 from tests.conftest import FIXTURES
-from training.arguments import DSparkTrainingArguments
-from training.blocks import make_blocks
-from training.forward import forward_blocks
-from training.trainer import DSparkTrainer
+from training.run.arguments import DSparkTrainingArguments
+from training.data.blocks import make_blocks
+from training.objective.forward import forward_blocks
+from training.run.trainer import DSparkTrainer
 
 
 FOLDER = FIXTURES / "a_vanilla_confM"

@@ -9,15 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.backbone_dspark import attention_bias, attention_for
-from modeling_dspark.cache_dspark import DSparkCache
-from modeling_dspark.heads_dspark import calibrated_confidence
-from modeling_dspark.target_dspark import TargetBinding, hidden_state_indices, tapped_features
-from modeling_dspark.verification_dspark import accept_greedy
+from modeling_dspark.model_backbone import attention_bias, attention_for
+from modeling_dspark.model_cache import DSparkCache
+from modeling_dspark.model_heads import calibrated_confidence
+from modeling_dspark.target_binding import TargetBinding, hidden_state_indices, tapped_features
+from modeling_dspark.draft_accept import accept_greedy
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
-from training.blocks import make_blocks
-from training.forward import forward_blocks
+from training.data.blocks import make_blocks
+from training.objective.forward import forward_blocks
 
 
 def context_of(target, drafter, ids):

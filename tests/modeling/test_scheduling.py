@@ -13,11 +13,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, profiling_dspark
-from modeling_dspark.costs_dspark import Curve
-from modeling_dspark.parking_dspark import BlockLength, Parking, RequestEstimate
-from modeling_dspark.profiling_dspark import measure, profile, profile_key
-from modeling_dspark.scheduling_dspark import (
+from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, engine_measure
+from modeling_dspark.schedule_costs import Curve
+from modeling_dspark.schedule_gate import BlockLength, Parking, RequestEstimate
+from modeling_dspark.engine_measure import measure, profile, profile_key
+from modeling_dspark.schedule_policies import (
     ConfidenceSchedule,
     DraftSettings,
     FixedSchedule,
@@ -28,7 +28,7 @@ from modeling_dspark.scheduling_dspark import (
     make_schedule,
     resolve_settings,
 )
-from modeling_dspark.target_dspark import rounding
+from modeling_dspark.target_binding import rounding
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -608,7 +608,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("schedule", ["throughput", "throughput_lagged"])
     def test_where_costs_are_not_known_a_static_threshold_serves(self, schedule, caplog):
-        logging.get_logger("modeling_dspark.scheduling_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.schedule_policies").warning_once.cache_clear()
         config = drafter_config(default_assistant_confidence_threshold=0.6)
         settings = fallback_settings(DraftSettings(5, schedule, 0.6), config)
         assert (settings.num_assistant_tokens, settings.schedule, settings.confidence_threshold) == (
@@ -622,7 +622,7 @@ class TestSettings:
         class Weighs(FixedSchedule):
             needs_costs = True
 
-        logging.get_logger("modeling_dspark.scheduling_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.schedule_policies").warning_once.cache_clear()
         config = drafter_config(enable_confidence_head=False)
         assert fallback_settings(DraftSettings(5, Weighs(), 0.6), config).schedule == "fixed"
         assert "this call uses all drafts" in caplog.text
@@ -821,7 +821,7 @@ class TestProfiles:
             calls.append(1)
             return replace(fake_costs, key=profile_key(drafter, target))
 
-        monkeypatch.setattr(profiling_dspark, "measure", counted)
+        monkeypatch.setattr(engine_measure, "measure", counted)
         return calls
 
     def pair(self, **overrides):
@@ -845,7 +845,7 @@ class TestProfiles:
             torch.rand(3)
             return replace(fake_costs, key=profile_key(drafter, target))
 
-        monkeypatch.setattr(profiling_dspark, "measure", draws)
+        monkeypatch.setattr(engine_measure, "measure", draws)
         pair = self.pair()
         torch.manual_seed(5)
         profile(*pair)
@@ -859,7 +859,7 @@ class TestProfiles:
         if trouble == "closed":
             monkeypatch.setattr(Path, "exists", self.fail(PermissionError))
         else:
-            monkeypatch.setattr(profiling_dspark, "costs_folder", self.costs_folder)
+            monkeypatch.setattr(engine_measure, "costs_folder", self.costs_folder)
             monkeypatch.setenv("DSPARK_CACHE", "")
             if trouble == "no home":
                 monkeypatch.setattr(Path, "expanduser", self.fail(RuntimeError))
@@ -871,7 +871,7 @@ class TestProfiles:
         if trouble == "empty variable":
             assert list((tmp_path / ".cache" / "dspark" / "costs").iterdir())
 
-    costs_folder = staticmethod(profiling_dspark.costs_folder)
+    costs_folder = staticmethod(engine_measure.costs_folder)
 
     def fail(self, error):
         def fails(*_, **__):
@@ -880,9 +880,9 @@ class TestProfiles:
         return fails
 
     def test_progress_bars_may_be_off(self, monkeypatch):
-        monkeypatch.setattr(profiling_dspark, "_SECONDS", 0.0)
-        monkeypatch.setattr(profiling_dspark, "_ROWS", (1, 8))
-        monkeypatch.setattr(profiling_dspark, "_SAMPLED_ROWS", (1, 8))
+        monkeypatch.setattr(engine_measure, "_SECONDS", 0.0)
+        monkeypatch.setattr(engine_measure, "_ROWS", (1, 8))
+        monkeypatch.setattr(engine_measure, "_SAMPLED_ROWS", (1, 8))
         logging.disable_progress_bar()
         try:
             assert measure(*self.pair()).verify(1) > 0
@@ -891,9 +891,9 @@ class TestProfiles:
 
     def test_targets_with_few_positions_are_measured(self, monkeypatch):
         """GPT-2's learned positions end at 1024 (here at 40); no more of them are asked for."""
-        monkeypatch.setattr(profiling_dspark, "_SECONDS", 0.0)
-        monkeypatch.setattr(profiling_dspark, "_ROWS", (1, 2, 8))
-        monkeypatch.setattr(profiling_dspark, "_SAMPLED_ROWS", (1, 2))
+        monkeypatch.setattr(engine_measure, "_SECONDS", 0.0)
+        monkeypatch.setattr(engine_measure, "_ROWS", (1, 2, 8))
+        monkeypatch.setattr(engine_measure, "_SAMPLED_ROWS", (1, 2))
         target = tiny_target("gpt2", n_positions=40)
         costs = measure(tiny_drafter(target), target)
         assert costs.verify(1) > 0
@@ -920,7 +920,7 @@ class TestProfiles:
             lambda: (tiny_drafter(target, block_size=3), target),
             lambda: (target.set_attn_implementation("eager"), (drafter, target))[1],
             lambda: (monkeypatch.setattr(torch, "get_num_threads", lambda: 77), (drafter, target))[1],
-            lambda: (monkeypatch.setattr(profiling_dspark, "_cpu_name", lambda: "another"), (drafter, target))[1],
+            lambda: (monkeypatch.setattr(engine_measure, "_cpu_name", lambda: "another"), (drafter, target))[1],
             lambda: (monkeypatch.setattr(torch, "__version__", "9.9"), (drafter, target))[1],
         ]
         for count, change in enumerate(changes, 2):
@@ -933,7 +933,7 @@ class TestProfiles:
     def test_a_file_that_is_damaged_or_of_something_else_is_replaced(self, damage, measured):
         drafter, target = self.pair()
         expected = profile(drafter, target)
-        (path,) = profiling_dspark.costs_folder().iterdir()
+        (path,) = engine_measure.costs_folder().iterdir()
         whole = path.read_text()
         path.write_text(damage(whole))
         assert profile(*self.pair()) == expected
@@ -941,9 +941,9 @@ class TestProfiles:
         assert path.read_text() == whole
 
     def test_a_folder_that_cannot_be_written_costs_a_warning(self, measured, monkeypatch, tmp_path, caplog):
-        logging.get_logger("modeling_dspark.profiling_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.engine_measure").warning_once.cache_clear()
         (tmp_path / "file").write_text("")
-        monkeypatch.setattr(profiling_dspark, "costs_folder", lambda: tmp_path / "file" / "costs")
+        monkeypatch.setattr(engine_measure, "costs_folder", lambda: tmp_path / "file" / "costs")
         drafter, target = self.pair()
         assert profile(drafter, target) is profile(drafter, target)
         assert "could not be stored" in caplog.text
@@ -953,12 +953,12 @@ class TestProfiles:
         per_context, slot, padded = 1e-6, {"greedy": 2e-3, "sampled": 3e-3}, 4e-4
         verify, draft, accept = (Curve([1, 400], values) for values in ([0.04, 0.44], [0.005, 0.105], [1e-4, 4e-3]))
         fastest = {}
-        for task in profiling_dspark._tasks(5):
+        for task in engine_measure._tasks(5):
             verifying = verify(task.num_tokens) + per_context * task.rows * task.context
             verifying += padded * task.rows * task.length if task.kind == "ragged" else 0.0
             drafting = draft(task.rows) + task.num_slots * task.rows * slot.get(task.kind, slot["greedy"])
             fastest[task] = (drafting, verifying, accept(task.num_tokens))
-        costs = profiling_dspark._fitted(fastest, {"made": "up"})
+        costs = engine_measure._fitted(fastest, {"made": "up"})
         assert costs.seconds_per_context == pytest.approx(per_context)
         assert costs.key == {"made": "up"}
         for tokens in (1, 5, 32, 100):

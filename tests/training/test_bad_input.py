@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.training.toy_run import flags, write_answers, write_inputs
-from training.adapters import add_lora
-from training.data import load_conversations
-from training.files import only_writer
-from training.resuming import check_resumed, last_whole_checkpoint
+from training.run.adapters import add_lora
+from training.data.conversations import load_conversations
+from training.common.files import only_writer
+from training.run.resuming import check_resumed, last_whole_checkpoint
 from training.train import main
 
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.backbone_dspark import rotate
-from modeling_dspark.cache_dspark import DSparkCache, RaggedCache
+from modeling_dspark.model_backbone import rotate
+from modeling_dspark.model_cache import DSparkCache, RaggedCache
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training.blocks import make_blocks
-from training.data import Conversation
-from training.eagle import EagleConfig, EagleDrafter
-from training.features import compute_features
-from training.forward import forward_blocks
-from training.initialization import warm_start
-from training.replay import kept_at_every_anchor, replay, replay_prompt_lookup
+from training.data.blocks import make_blocks
+from training.data.conversations import Conversation
+from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
+from training.data.features import compute_features
+from training.objective.forward import forward_blocks
+from training.run.initialization import warm_start
+from benchmarks.baselines.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 
 
 LAYERS = [0, 2]
@@ -191,7 +191,7 @@ def test_replay_of_a_drafter_that_knows_the_text(monkeypatch):
     kept = kept_at_every_anchor(drafter, target, drafter.bind(target), conversation)
     assert kept.shape == (30,)
     monkeypatch.setattr(
-        "training.replay.kept_at_every_anchor", lambda *_: torch.arange(30).flip(0).add(1).clamp(max=4)
+        "benchmarks.baselines.replay.kept_at_every_anchor", lambda *_: torch.arange(30).flip(0).add(1).clamp(max=4)
     )
     rounds = replay(drafter, target, [conversation])
     assert rounds.new_tokens == [5] * 6
@@ -210,7 +210,7 @@ def test_conditional_acceptance_by_hand(monkeypatch):
     target = tiny_target("llama")
     drafter = tiny_drafter(target, block_size=3)
     kept = iter([torch.tensor([2, 0, 0, 0, 1, 0, 0, 0, 0]), torch.tensor([2, 1])])
-    monkeypatch.setattr("training.replay.kept_at_every_anchor", lambda *_: next(kept)[:6])
+    monkeypatch.setattr("benchmarks.baselines.replay.kept_at_every_anchor", lambda *_: next(kept)[:6])
     rounds = replay(drafter, target, [None, None])
     assert (rounds.accepted, rounds.verified) == ([2, 0, 1, 2], [3, 3, 2, 2])
     assert rounds.new_tokens == [3, 1, 2, 2]

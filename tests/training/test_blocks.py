@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training.attention import chunked_attention
-from training.blocks import (
+from training.objective.attention import chunked_attention
+from training.data.blocks import (
     anchor_candidates,
     block_inputs,
     block_mask,
@@ -15,8 +15,8 @@ from training.blocks import (
     make_blocks,
     sample_anchors,
 )
-from training.features import compute_features
-from training.forward import forward_blocks
+from training.data.features import compute_features
+from training.objective.forward import forward_blocks
 
 
 def random_blocks(seed=0, rows=3, length=17, num_blocks=4, block_size=5):

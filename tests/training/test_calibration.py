@@ -14,7 +14,7 @@ from modeling_dspark import DSparkConfig, DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
 from training.calibrate import CalibrateArguments, calibrate, split_records
-from training.calibration import (
+from training.confidence.scaling import (
     TEMPERATURE_GRID,
     Rounds,
     auc,
@@ -26,8 +26,8 @@ from training.calibration import (
     reliability_bins,
     survival,
 )
-from training.calibration_outputs import table, write_temperatures
-from training.rounds import Prompt, join, make_engine, record, record_to_file, rounds_of
+from training.confidence.outputs import table, write_temperatures
+from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file, rounds_of
 
 
 def draw(count=200, levels=None):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.builders import tiny_target
 from training import targets
-from training.commands import exit_status
+from training.common.commands import exit_status
 
 
 def run(module, *words, monkeypatch):

@@ -15,9 +15,9 @@ import torch
 import yaml
 from torch.testing import assert_close
 
-from modeling_dspark import DSparkModel, backbone_dspark
+from modeling_dspark import DSparkModel, model_backbone
 from tests.training.toy_run import flags, write_inputs
-from training.arguments import DSparkTrainingArguments
+from training.run.arguments import DSparkTrainingArguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_launch_files(path):
     config = load_config_from_file(str(path))
     assert config.num_processes == 8
     wrapped = yaml.safe_load(path.read_text()).get("fsdp_config", {}).get("fsdp_transformer_layer_cls_to_wrap")
-    assert wrapped is None or hasattr(backbone_dspark, wrapped)
+    assert wrapped is None or hasattr(model_backbone, wrapped)
     assert wrapped is None or wrapped in DSparkModel._no_split_modules
 
 

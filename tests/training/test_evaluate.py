@@ -13,14 +13,14 @@ from matplotlib.image import imread
 from scipy.stats import mannwhitneyu
 
 from modeling_dspark import Engine
-from modeling_dspark.scheduling_dspark import DraftSettings
+from modeling_dspark.schedule_policies import DraftSettings
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training import evaluate as command
 from training import evaluation_runs
 from training.evaluate import EvaluateArguments, evaluate
-from training.evaluation import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
-from training.evaluation_report import EvalReport
-from training.rounds import Prompt, join, make_engine, record, rounds_of
+from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
+from training.evaluation.report import EvalReport
+from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training import feature_cache, shards
-from training.data import Conversation
-from training.feature_cache import FeatureCache
-from training.files import checksum
-from training.shards import ShardFolder, size_text
+from training.data.conversations import Conversation
+from training.data.feature_cache import FeatureCache
+from training.common.files import checksum
+from training.data.shards import ShardFolder, size_text
 
 
 @pytest.fixture(scope="module")

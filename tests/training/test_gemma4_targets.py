@@ -7,15 +7,15 @@ import torch
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.backbone_dspark import DSparkDecoderLayer
+from modeling_dspark.model_backbone import DSparkDecoderLayer
 from tests.builders import GEMMA4_DRAFTER, tiny_drafter, tiny_target
 from tests.modeling.test_gemma4_backbone import naive_layer, norm_rows
 from tests.training.toy_run import flags, write_inputs
-from training.blocks import make_blocks
-from training.eagle import EagleConfig, EagleDrafter
-from training.features import compute_features
-from training.forward import forward_blocks
-from training.initialization import config_for_target, warm_start
+from training.data.blocks import make_blocks
+from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
+from training.data.features import compute_features
+from training.objective.forward import forward_blocks
+from training.run.initialization import config_for_target, warm_start
 from training.train import main
 
 

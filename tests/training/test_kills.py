@@ -19,8 +19,8 @@ import pytest
 
 from tests.builders import tiny_drafter
 from tests.training.toy_run import flags, write_inputs
-from training.files import read_jsonl
-from training.resuming import last_whole_checkpoint
+from training.common.files import read_jsonl
+from training.run.resuming import last_whole_checkpoint
 
 
 ROOT = Path(__file__).parents[2]

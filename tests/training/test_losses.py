@@ -8,11 +8,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training.blocks import make_blocks
-from training.distributions import TargetDistribution, bias_parameters, draft_logits
-from training.features import compute_features
-from training.forward import forward_blocks
-from training.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
+from training.data.blocks import make_blocks
+from training.objective.distributions import TargetDistribution, bias_parameters, draft_logits
+from training.data.features import compute_features
+from training.objective.forward import forward_blocks
+from training.objective.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
 
 
 ALL_TERMS = LossWeights(0.2, 0.7, 0.3)

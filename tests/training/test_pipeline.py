@@ -13,13 +13,13 @@ import yaml
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.target_dspark import hidden_states_argument
+from modeling_dspark.target_binding import hidden_states_argument
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.training.toy_run import flags
 from training import answering
-from training.data import Conversation, choose_draft_vocabulary, load_conversations
-from training.features import compute_features, pad_ids
-from training.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
+from training.data.conversations import Conversation, choose_draft_vocabulary, load_conversations
+from training.data.features import compute_features, pad_ids
+from training.run.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.train import main, parse_arguments, split_conversations
 

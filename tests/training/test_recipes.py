@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from training.dry_run import meta_target
-from training.initialization import config_for_target
+from training.run.dry_run import meta_target
+from training.run.initialization import config_for_target
 from training.train import main, parse_arguments
 
 

@@ -12,9 +12,9 @@ from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
 from training import confidence_inputs
 from training import refit_confidence as refit_module
-from training.confidence_inputs import Recorder, head_inputs
+from training.confidence.inputs import Recorder, head_inputs
 from training.refit_confidence import RefitArguments, choose_weight_decay, fit_head, refit
-from training.rounds import make_engine
+from training.confidence.rounds import make_engine
 
 
 def planted(count: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:

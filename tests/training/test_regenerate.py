@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 
 from tests.builders import tiny_target
 from tests.training.chat_server import ChatDouble
-from training.answering import batch_seed
-from training.cards import settings_of
-from training.data import load_conversations
-from training.files import JsonlAppender, write_atomically
-from training.prompts import continuation_ids, prompt_ids, read_prompts
+from training.answers.local import batch_seed
+from training.answers.provenance import settings_of
+from training.data.conversations import load_conversations
+from training.common.files import JsonlAppender, write_atomically
+from training.data.prompts import continuation_ids, prompt_ids, read_prompts
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
-from training.served_answers import end_of_turn_id
-from training.targets import chat_template_hash, target_revision
+from training.answers.served import end_of_turn_id
+from training.common.targets import chat_template_hash, target_revision
 
 
 ROOT = Path(__file__).parents[2]

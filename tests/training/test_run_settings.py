@@ -12,7 +12,7 @@ from transformers import Trainer
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.training.toy_run import flags, write_answers, write_inputs
-from training.resuming import last_whole_checkpoint
+from training.run.resuming import last_whole_checkpoint
 from training.train import main
 
 

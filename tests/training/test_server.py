@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.training.chat_server import ChatDouble
-from training.server import ChatServer, RequestFailedError, back_off, retry_after
+from training.answers.server import ChatServer, RequestFailedError, back_off, retry_after
 
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -1,0 +1,1 @@
+"""What DSpark is compared with."""

@@ -1,0 +1,126 @@
+"""Accepted length without a decoding loop: drafts at every token of the target's own greedy answers, walked as rounds.
+
+Greedy decoding keeps a draft token exactly if it is the token that the target's text goes on with. So the rounds of an
+answer follow from the text alone: from each anchor, as many drafts as agree are kept, one token comes from the target,
+and that is the next anchor. One forward gives the drafts at all anchors, for any drafter that trains here.
+
+Shapes: `N` blocks, `K` slots.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.generation import PromptLookupCandidateGenerator
+
+from modeling_dspark import DSparkModel, RunStatistics
+from modeling_dspark.draft_propose import argmax
+from modeling_dspark.target_binding import TargetBinding
+from training.data.blocks import make_blocks
+from training.data.conversations import Conversation
+from training.data.features import compute_features
+from training.objective.forward import forward_blocks
+
+
+@torch.no_grad()
+def kept_at_every_anchor(
+    drafter: DSparkModel,
+    target: PreTrainedModel,
+    binding: TargetBinding,
+    conversation: Conversation,
+    *,
+    blocks_at_once: int = 64,
+) -> torch.Tensor:
+    """Drafts that greedy decoding keeps `[N]`, at each token of the answer but the last."""
+    num_anchors = max(len(conversation.input_ids) - conversation.response_start - 1, 0)
+    anchors = conversation.response_start + torch.arange(num_anchors, device=target.device)
+    if not num_anchors:  # an answer of one token, which the prefill gave
+        return anchors
+    ids = torch.tensor(conversation.input_ids, device=target.device)[None]
+    response = conversation.response_mask[None].to(target.device)
+    layer_ids: list[int] = drafter.config.target_layer_ids  # type: ignore[assignment]  # filled in by the config
+    needed = torch.zeros_like(response)
+    target_features = compute_features(target, binding, ids, target_layer_ids=layer_ids, needed=needed)
+    kept = []
+    for part in anchors.split(blocks_at_once):
+        blocks = make_blocks(
+            ids, response, anchors=part[None], keep=torch.ones_like(part[None], dtype=torch.bool),
+            block_size=drafter.config.block_size,
+        )  # fmt: skip
+        outputs = forward_blocks(drafter, binding, blocks, input_ids=ids, features=target_features.features)
+        logits = binding.draft_logits(outputs.hidden)
+        if outputs.latent is not None:
+            logits = logits + drafter.markov_head.bias(outputs.latent)  # type: ignore[union-attr]  # made the latent
+        agrees = torch.zeros_like(blocks.supervised)
+        agrees[blocks.supervised] = drafter.to_target_ids(argmax(logits)) == blocks.labels[blocks.supervised]
+        kept.append(agrees[0].int().cumprod(dim=-1).sum(dim=-1))
+    return torch.cat(kept)
+
+
+def replay(
+    drafter: DSparkModel, target: PreTrainedModel, conversations: Iterable[Conversation], *, progress: bool = False
+) -> RunStatistics:
+    """Rounds of greedy decoding over answers that the target gave greedily; `requests` has them by answer.
+
+    Args:
+        drafter ([`DSparkModel`]): Of any kind that trains here.
+        target ([`~transformers.PreTrainedModel`]): The target that gave the answers.
+        conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
+        progress (`bool`, *optional*, defaults to `False`): Show a progress bar.
+    """
+    binding, block_size = drafter.bind(target), drafter.config.block_size
+    answers = []
+    for conversation in tqdm(conversations, desc="replay", unit="answer", disable=not progress):
+        kept = kept_at_every_anchor(drafter, target, binding, conversation).tolist()
+
+        def kept_at(place: int, kept: list[int] = kept) -> tuple[int, int]:
+            return block_size, kept[place]
+
+        answers.append(_walk(len(kept), block_size, kept_at))
+    return RunStatistics.pooled(block_size, answers)
+
+
+def replay_prompt_lookup(
+    conversations: Iterable[Conversation], *, num_tokens: int, max_matching_ngram_size: int = 2
+) -> RunStatistics:
+    """The same rounds with drafts that Transformers' prompt lookup finds in the text so far: a drafter without training.
+
+    Args:
+        conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
+        num_tokens (`int`): Drafts in a round, at most.
+        max_matching_ngram_size (`int`, *optional*, defaults to 2): Tokens that have to agree, at most.
+    """
+    lookup = PromptLookupCandidateGenerator(
+        num_output_tokens=num_tokens, max_matching_ngram_size=max_matching_ngram_size, max_length=2**31
+    )
+    answers = []
+    for conversation in conversations:
+        ids, start = torch.tensor(conversation.input_ids), conversation.response_start
+
+        def found_at(place: int, ids: torch.Tensor = ids, start: int = start) -> tuple[int, int]:
+            end = start + place + 1
+            so_far: Any = ids[None, :end]
+            drafts = lookup.get_candidates(so_far)[0][0, end:]
+            agrees = drafts[: len(ids) - end] == ids[end : end + len(drafts)]
+            return len(drafts), int(agrees.int().cumprod(0).sum())
+
+        answers.append(_walk(len(ids) - start - 1, num_tokens, found_at))
+    return RunStatistics.pooled(num_tokens, answers)
+
+
+def _walk(num_tokens: int, block_size: int, drafts_at: Callable[[int], tuple[int, int]]) -> RunStatistics:
+    """Rounds from the first token of an answer on: `num_tokens` follow it, and `drafts_at` has drafts made and kept."""
+    rounds, place = RunStatistics(block_size), 0
+    while place < num_tokens:
+        left = num_tokens - place
+        drafted, accepted = drafts_at(place)
+        new_tokens = min(accepted + 1, left)
+        verified = min(drafted, left)  # what the text has room for
+        rounds.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=new_tokens)
+        place += new_tokens
+    return rounds
+
+
+__all__ = ["kept_at_every_anchor", "replay", "replay_prompt_lookup"]

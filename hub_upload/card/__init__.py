@@ -1,0 +1,1 @@
+"""The model card, from reports and facts."""

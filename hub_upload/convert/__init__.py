@@ -1,0 +1,1 @@
+"""Convert checkpoints between formats."""

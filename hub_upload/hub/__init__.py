@@ -1,0 +1,1 @@
+"""Push a package to the Hub and verify it there."""

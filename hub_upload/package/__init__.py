@@ -1,0 +1,1 @@
+"""A folder that loads with one line."""

@@ -1,0 +1,246 @@
+"""The whole sequential head of a block as one operation, `dspark::sequential_head`.
+
+Unfused, every slot takes a handful of small operations and a pass over the logits; what has to be done is one read of
+`W2` a slot. `fused_backends` has the fused forms; elsewhere the operation is the same steps in PyTorch.
+
+Tokens are chosen from the logits as they are returned: rounded to the dtype of the weights, ties to the lowest index.
+Numbers for drawing come from a counter (Philox), so they depend on seed, row and slot alone (and on a GPU on the column).
+
+Shapes: `R` rows, `K` slots, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from .fused_backends import backend_for, backend_names, give_up, serves
+from .fused_build import BuildError
+from .fused_launch import LaunchError
+from .fused_torch import HeadInputs, Outputs, empty_outputs, head_in_torch
+
+
+logger = logging.get_logger(__name__)
+
+_LEAST_TEMPERATURE = 1e-30
+_MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that makes a latent, in ranks
+
+
+class BlockTokens(NamedTuple):
+    """What the head makes of a block.
+
+    Attributes:
+        columns (`torch.LongTensor` of shape `(R, K)`): Places of the tokens in the draft vocabulary.
+        tokens (`torch.LongTensor` of shape `(R, K)`): Tokens of the target's vocabulary.
+        logits (`torch.Tensor` of shape `(R, K, Vd)`, *optional*): What they were chosen from, where it was asked for.
+        confidence_logits (`torch.Tensor` of shape `(R, K)`, *optional*): In fp32; `None` without a confidence head.
+    """
+
+    columns: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
+
+
+def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | None:
+    """The weights of a drafter's heads by the names of the operation's arguments, or `None` where they go slot by slot.
+
+    That is where there is no Markov head, no fused form for the device, dtypes differ, or where the heads are not just
+    their weights: with an adapter, a hook, quantised, or with a `head_step` of the user's own.
+    """
+    head, confidence = drafter.markov_head, drafter.confidence_head
+    own = vars(drafter)  # what a user has put in the place of a method, which may carry its attributes
+    are_ours = all(
+        getattr(getattr(type(drafter), name), "fusable", False) and name not in own
+        for name in ("head_step", "to_target_ids")
+    )
+    if head is None or not are_ours:
+        return None
+    if not all(_is_plain(part) for part in (head, confidence) if part is not None):
+        return None
+    mixer = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}[head.kind]
+    mixer = None if mixer is None else getattr(head, mixer)
+    weights = {
+        "w1": head.markov_w1.weight,
+        "w2": head.markov_w2.weight,
+        "mixer_weight": None if mixer is None else mixer.weight,
+        "mixer_bias": None if mixer is None else mixer.bias,
+        "confidence_weight": None if confidence is None else confidence.proj.weight[0],
+        "confidence_bias": None if confidence is None else confidence.proj.bias,
+    }
+    if not backend_names(base_logits.device):
+        return None
+    if not serves(base_logits, *weights.values()):
+        logger.warning_once(
+            f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
+            f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) on one device and in one dtype, which is "
+            "fp32, bf16 or fp16. Load both models with the same `dtype=`, and leave out autocast."
+        )
+        return None
+    if backend_for(base_logits.device, base_logits.dtype, weights["w2"].shape[1]) is None:
+        return None
+    offsets = drafter.d2t if drafter.config.draft_vocab_size is not None else None
+    return {**weights, "draft_to_target": offsets, "kind": head.kind}
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether nothing happens in a head but what its weights say."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return False
+    return all(
+        (type(module) in (nn.Linear, nn.Embedding) or type(module).__name__ in ("MarkovHead", "ConfidenceHead"))
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not any(map(callable, vars(module).values()))  # a `forward` of accelerate's, a `step` of a user's
+        and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
+        for module in head.modules()
+    )
+
+
+def fused_block(
+    heads: dict[str, Any],
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    keep_logits: bool = False,
+) -> BlockTokens:
+    """Choose or draw the tokens of a block, slot after slot (design section 2, steps 3 and 4).
+
+    Args:
+        heads (`dict`): Weights and kind, as `fusable_heads` gives them.
+        base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
+        hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
+        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids, on the same device.
+        temperature (`float`, *optional*, defaults to `0.0`): Of the draws; 0 takes the highest logit.
+        seed (`int`, *optional*, defaults to `0`): Of the draws.
+        keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
+
+    Raises:
+        ValueError: if a shape or a device is not as it should be; on a CPU also if an anchor is no token of the target.
+            (A GPU takes the nearest token instead, since to ask would be to wait for it.)
+    """
+    with torch.no_grad():  # choices have no gradient
+        columns, tokens, logits, confidence = _operation(
+            base_logits, hidden, anchors, **heads, temperature=temperature, seed=seed, keep_logits=keep_logits
+        )
+    has_confidence = heads["confidence_weight"] is not None
+    return BlockTokens(columns, tokens, logits if keep_logits else None, confidence if has_confidence else None)
+
+
+def _run(
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    mixer_weight: torch.Tensor | None,
+    mixer_bias: torch.Tensor | None,
+    confidence_weight: torch.Tensor | None,
+    confidence_bias: torch.Tensor | None,
+    draft_to_target: torch.Tensor | None,
+    kind: str,
+    temperature: float,
+    seed: int,
+    keep_logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = HeadInputs(**locals())
+    _check_shapes(inputs)
+    tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
+    # Kernels have the temperature's inverse in fp32.
+    is_usual = temperature == 0 or _LEAST_TEMPERATURE <= temperature <= 1 / _LEAST_TEMPERATURE
+    backend = backend_for(w2.device, w2.dtype, w2.shape[1]) if is_usual and serves(*tensors) else None
+    if backend is not None:
+        try:
+            return backend(inputs)
+        except (BuildError, LaunchError) as error:
+            give_up(backend, w2.dtype, w2.shape[1], error)
+    return head_in_torch(inputs)
+
+
+def _check_shapes(inputs: HeadInputs) -> None:
+    """Refuse what would be read beyond its end."""
+    base_logits, hidden, kind, confidence = inputs.base_logits, inputs.hidden, inputs.kind, inputs.confidence_weight
+    if (
+        kind not in _MIXER_ROWS
+        or base_logits.dim() != 3
+        or hidden.dim() != 3
+        or not 0 <= inputs.temperature < math.inf
+    ):
+        raise ValueError(
+            f"`kind` must be one of {tuple(_MIXER_ROWS)}, `base_logits` [R, K, Vd], `hidden` [R, K, D] and `temperature` "
+            f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {inputs.temperature}."
+        )
+    (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
+    if vocabulary == 0 or rank == 0 or (inputs.draft_to_target is None and vocabulary > len(inputs.w1)):
+        raise ValueError(
+            f"`base_logits` must have columns, `w2` a rank, and `w1` a row for each column, got {vocabulary}, {rank} and "
+            f"{len(inputs.w1)}."
+        )
+    units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
+    expected = {
+        "hidden": (rows, slots, size),
+        "anchors": (rows,),
+        "w1": (len(inputs.w1), rank),
+        "w2": (vocabulary, rank),
+        "mixer_weight": (units, size + reads) if units else None,
+        "mixer_bias": (units,) if units else None,
+        "confidence_weight": None if confidence is None else (size if len(confidence) == size else size + rank,),
+        "confidence_bias": None if confidence is None else (1,),
+        "draft_to_target": None if inputs.draft_to_target is None else (vocabulary,),
+    }
+    for name, shape in expected.items():
+        tensor = getattr(inputs, name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape:
+            raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
+    if inputs.anchors.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`anchors` must be integers, got {inputs.anchors.dtype}.")
+    _check_devices(inputs)
+
+
+def _check_devices(inputs: HeadInputs) -> None:
+    device = inputs.base_logits.device
+    for name, tensor in inputs._asdict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != device:
+            raise ValueError(f"`{name}` must be on {device}, where `base_logits` is, got {tensor.device}.")
+
+
+def _fake(*arguments: Any) -> Outputs:
+    inputs = HeadInputs(*arguments)
+    _check_devices(inputs)  # one on `meta` is enough to end up here
+    return empty_outputs(inputs.base_logits, inputs.confidence_weight, with_logits=inputs.keep_logits)
+
+
+def _registered(library: torch.library.Library) -> Callable[..., Outputs]:
+    """The operation. A copy of this code that was loaded before has registered it, perhaps with other arguments."""
+    name, schema = "sequential_head", torch.library.infer_schema(_run, mutates_args=())
+    there = getattr(torch.ops.dspark, name, None)
+    if there is not None:
+        if str(there.default._schema) == f"dspark::{name}{schema}":
+            return there.default
+        name += "_" + hashlib.sha256(schema.encode()).hexdigest()[:8]
+    # By hand, since what `custom_op` wraps around takes as long as the rest of a call.
+    library.define(name + schema)
+    library.impl(name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dspark::{name}", _fake, lib=library)
+    return getattr(torch.ops.dspark, name).default
+
+
+_library = torch.library.Library("dspark", "FRAGMENT")  # the operation lives as long as this
+_operation = _registered(_library)
+
+
+def fusable(method: Callable) -> Callable:
+    """Mark a method that does what the fused operation does."""
+    method.fusable = True  # type: ignore[attr-defined]
+    return method
+
+
+__all__ = ["BlockTokens", "fusable", "fusable_heads", "fused_block"]

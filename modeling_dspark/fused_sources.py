@@ -1,0 +1,1338 @@
+"""C++ and CUDA as text, written by `kernels/write_sources.py`: the files in `kernels/` are the originals."""
+
+HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
+//
+// For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
+// logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
+// a slot, for all rows; all else is small. The floor is therefore `slots * bytes of W2 / memory bandwidth`.
+//
+// Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
+// version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
+// Sums are in fp32, logits are rounded once, and what is chosen or drawn from are the logits as rounded. Results do not
+// depend on the number of threads.
+
+#ifndef DSPARK_ISA  // ---------------------------------------------------------------- common to all instruction sets
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
+struct DsparkHeadArguments {
+  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t mixer_row_stride;   // of `mixer_weight`
+  const void *base;           // [rows, slots, vocabulary]
+  const void *hidden;         // [rows, slots, hidden_size]
+  const int64_t *anchors;     // [rows], tokens of the target
+  const void *w1;             // [target vocabulary, rank]
+  const void *w2;             // [vocabulary, rank]
+  const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
+  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
+  const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
+  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, slots]
+  float *confidence;                                // [rows, slots]
+  void *scratch;                                    // of the GPU; not used here
+  double temperature;                               // 0: the highest logit
+  uint64_t seed;
+  int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
+  int32_t confidence_reads_tokens;  // whether `confidence_weight` has a part for W1[previous]
+  int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
+  int32_t isa;                      // -1: the best there is
+  int32_t threads;
+  int32_t aligned;  // of the GPU; not used here
+};
+
+namespace {
+
+using Arguments = DsparkHeadArguments;
+constexpr int64_t kLanes = 16;    // columns of a tile, and floats of a vector
+constexpr int64_t kBlock = 1024;  // columns whose weights are summed together when a token is drawn
+enum Kind { kVanilla, kGated, kRnn };
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float widen(float value) { return value; }
+inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest << 13));  // infinite or not a number
+  return from_bits(sign | to_bits(from_bits(rest << 13) * 0x1p112f));      // subnormal numbers come out right, too
+}
+
+template <typename T>
+T narrow(float value);
+template <>
+inline float narrow<float>(float value) {
+  return value;
+}
+template <>
+inline bf16 narrow<bf16>(float value) {
+  const uint32_t bits = to_bits(value);
+  if (value != value) return {0x7fc0};
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+}
+template <>
+inline fp16 narrow<fp16>(float value) {
+  const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (rest >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // 65520 and more
+  if (rest < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded digits at the end of the fraction
+    return {uint16_t(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000))};
+  }
+  return {uint16_t(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13))};
+}
+
+inline int64_t lower_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// What the threads share, apart from the arguments. The latent is padded with zeros to whole pairs of vectors.
+struct Workspace {
+  explicit Workspace(const Arguments &a)
+      : tiles(ceil_div(a.vocabulary, kLanes)),
+        blocks(ceil_div(a.vocabulary, kBlock)),
+        mixer_size(a.kind == kVanilla ? 0 : a.kind == kGated ? a.rank : 3 * a.rank),
+        padded_rank(ceil_div(a.rank, 2 * kLanes) * 2 * kLanes),
+        threads(a.threads < 1 ? 1 : lower_of(a.threads, tiles)),
+        previous(a.rows * a.rank),
+        state(a.rows * a.rank),
+        mixed(a.rows * mixer_size),
+        latent(a.rows * padded_rank),
+        highest(a.rows),
+        best_value(threads * a.rows * kLanes),
+        rounded(a.rows * padded_rank),
+        ending(kLanes * a.rank),
+        best_column(threads * a.rows * kLanes),
+        sums(a.rows * blocks) {}
+
+  const int64_t tiles, blocks, mixer_size, padded_rank, threads;
+  std::vector<float> previous, state, mixed, latent, highest, best_value;
+  std::vector<uint32_t> rounded;  // the latent in the dtype of the weights
+  std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
+  std::vector<int32_t> best_column;
+  std::vector<double> sums;
+  int32_t failed = 0;  // whether a draft token was none of the target's
+};
+
+// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and slot alone.
+inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
+  uint32_t counter[4] = {row, slot, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t(0xD2511F53u) * counter[0], second = uint64_t(0xCD9E8D57u) * counter[2];
+    const uint32_t next[4] = {uint32_t(second >> 32) ^ counter[1] ^ key[0], uint32_t(second),
+                              uint32_t(first >> 32) ^ counter[3] ^ key[1], uint32_t(first)};
+    std::memcpy(counter, next, sizeof next);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  return double((uint64_t(counter[0]) << 21) ^ (counter[1] >> 11)) * 0x1p-53;
+}
+
+}  // namespace
+
+// The body is compiled for each instruction set, so it uses no templates of the standard library: one that is not inlined
+// could come out in the instructions of another set.
+#define DSPARK_ISA generic
+#include __FILE__
+#undef DSPARK_ISA
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define DSPARK_F16C
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define DSPARK_ISA avx2
+#include __FILE__
+#undef DSPARK_ISA
+#pragma GCC pop_options
+
+#define DSPARK_AVX512
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define DSPARK_ISA avx512
+#include __FILE__
+#undef DSPARK_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#define DSPARK_ISA avx512bf16
+#define DSPARK_DOT_BF16
+#include __FILE__
+#undef DSPARK_DOT_BF16
+#undef DSPARK_ISA
+#pragma GCC pop_options
+#undef DSPARK_AVX512
+#undef DSPARK_F16C
+#define DSPARK_HAS_X86_SETS
+#endif
+
+// The best instruction set of this machine: 0 generic, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16 products.
+extern "C" int dspark_head_best_isa() {
+#ifdef DSPARK_HAS_X86_SETS
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!wide) return 1;
+  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+  return 0;
+#endif
+}
+
+// Returns 0, or why not: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is none of the target's,
+// 4 there is no such dtype.
+extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
+  const Arguments &a = *arguments;
+  const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
+  if (isa > best) return 1;
+  if (a.dtype < 0 || a.dtype > 2) return 4;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (a.anchors[row] < 0 || a.anchors[row] >= a.target_vocabulary) return 2;
+  }
+  Workspace workspace(a);
+#define DSPARK_RUN(set)                                        \
+  do {                                                         \
+    if (a.dtype == 0) set::Head<float>(a, workspace).run();    \
+    if (a.dtype == 1) set::Head<bf16>(a, workspace).run();     \
+    if (a.dtype == 2) set::Head<fp16>(a, workspace).run();     \
+    return workspace.failed ? 3 : 0;                           \
+  } while (false)
+#ifdef DSPARK_HAS_X86_SETS
+  if (isa == 3) DSPARK_RUN(avx512bf16);
+  if (isa == 2) DSPARK_RUN(avx512);
+  if (isa == 1) DSPARK_RUN(avx2);
+#endif
+  DSPARK_RUN(generic);
+}
+
+#else  // ------------------------------------------------------------------------- once for each instruction set
+
+namespace {
+namespace DSPARK_ISA {
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+inline floats splat(float value) { return value - floats{}; }
+inline floats bits_to_floats(words bits) { return (floats)bits; }
+
+inline floats load(const float *source) {
+  floats vector;
+  std::memcpy(&vector, source, sizeof vector);
+  return vector;
+}
+inline floats load(const bf16 *source) {
+  halves bits;
+  std::memcpy(&bits, source, sizeof bits);
+  return bits_to_floats(__builtin_convertvector(bits, words) << 16);
+}
+inline floats load(const fp16 *source) {
+#ifdef DSPARK_AVX512
+  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(source)));
+#elif defined(DSPARK_F16C)
+  const __m128i *halves_of = reinterpret_cast<const __m128i *>(source);
+  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(halves_of)), high = _mm256_cvtph_ps(_mm_loadu_si128(halves_of + 1));
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  floats vector;
+  for (int lane = 0; lane < kLanes; ++lane) vector[lane] = widen(source[lane]);
+  return vector;
+#endif
+}
+
+// Write as rounded to the dtype of the logits; returns what was written.
+inline floats store(float *target, floats value) {
+  std::memcpy(target, &value, sizeof value);
+  return value;
+}
+inline floats store(bf16 *target, floats value) {
+  const words bits = (words)value;
+  const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const ints is_number = value == value;
+  const words kept = (rounded & (words)is_number) | (0x7fc0 & ~(words)is_number);
+  const halves narrowed = __builtin_convertvector(kept, halves);
+  std::memcpy(target, &narrowed, sizeof narrowed);
+  return bits_to_floats(kept << 16);
+}
+inline floats store(fp16 *target, floats value) {
+#ifdef DSPARK_F16C
+  for (int half = 0; half < 2; ++half) {
+    __m256 wide;
+    std::memcpy(&wide, (const float *)&value + 8 * half, sizeof wide);
+    const __m128i narrowed = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    std::memcpy(target + 8 * half, &narrowed, sizeof narrowed);
+  }
+#else
+  for (int lane = 0; lane < kLanes; ++lane) target[lane] = narrow<fp16>(value[lane]);
+#endif
+  return load(target);
+}
+
+// Lane `i` of the result is the sum of all lanes of `sums[i]`.
+inline floats transpose_sums(const floats *sums) {
+  floats eight[8], four[4], two[2];
+  for (int i = 0; i < 8; ++i) {
+    const floats a = sums[i], b = sums[i + 8];
+    eight[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }  // lanes: i, 8 of them; then i + 8
+  for (int i = 0; i < 4; ++i) {
+    const floats a = eight[i], b = eight[i + 4];
+    four[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+              __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }  // four each: i, i + 4, i + 8, i + 12
+  for (int i = 0; i < 2; ++i) {
+    const floats a = four[i], b = four[i + 2];
+    two[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+             __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }  // in each four: i, i + 2, i, i + 2
+  const floats a = two[0], b = two[1];
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+         __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+
+template <typename A, typename B>
+inline float dot(const A *weights, const B *values, int64_t size) {
+  floats sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += load(weights + i) * load(values + i);
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+  for (; i < size; ++i) total += widen(weights[i]) * widen(values[i]);
+  return total;
+}
+
+// exp of values up to 0, to about 2 units in the last place; 0 below -87.
+inline floats exp_of_negative(floats x) {
+  const floats clamped = x > splat(-87.0f) ? x : splat(-87.0f);
+  const floats scaled = clamped * 1.44269504f;
+  const ints whole = __builtin_convertvector(scaled - 0.5f, ints);  // towards zero, so to nearest for negative numbers
+  const floats n = __builtin_convertvector(whole, floats);
+  const floats f = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  floats series = splat(1.0f / 5040);
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    series = series * f + factor;
+  }
+  const floats power = bits_to_floats((words)(whole + 127) << 23);
+  return x > splat(-87.0f) ? series * power : splat(0.0f);
+}
+
+// Vectors of weights and of a latent, and how their products are added to a sum.
+template <typename T>
+struct Products {
+  typedef floats Vector;
+  static constexpr int64_t kSize = kLanes;
+  static Vector load_weights(const T *weights) { return load(weights); }
+  static Vector load_latent(const float *latent, const T *) { return load(latent); }
+  static void add(floats &sum, Vector a, Vector b) { sum += a * b; }
+};
+
+#ifdef DSPARK_DOT_BF16
+// One instruction for pairs of bf16.
+template <>
+struct Products<bf16> {
+  typedef __m512bh Vector;
+  static constexpr int64_t kSize = 2 * kLanes;
+  static Vector load_weights(const bf16 *weights) { return (Vector)_mm512_loadu_si512(weights); }
+  static Vector load_latent(const float *, const bf16 *rounded) { return (Vector)_mm512_loadu_si512(rounded); }
+  static void add(floats &sum, Vector a, Vector b) { sum = (floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
+};
+#endif
+
+template <typename T>
+class Head {
+ public:
+  Head(const Arguments &arguments, Workspace &workspace)
+      : a(arguments),
+        base(static_cast<const T *>(a.base)),
+        w1(static_cast<const T *>(a.w1)),
+        w2(static_cast<const T *>(a.w2)),
+        tiles(workspace.tiles),
+        blocks(workspace.blocks),
+        mixer_size(workspace.mixer_size),
+        padded_rank(workspace.padded_rank),
+        threads(workspace.threads),
+        previous(workspace.previous.data()),
+        state(workspace.state.data()),
+        mixed(workspace.mixed.data()),
+        latent(workspace.latent.data()),
+        highest(workspace.highest.data()),
+        best_value(workspace.best_value.data()),
+        rounded(reinterpret_cast<T *>(workspace.rounded.data())),
+        ending(reinterpret_cast<T *>(workspace.ending.data())),
+        best_column(workspace.best_column.data()),
+        sums(workspace.sums.data()),
+        failed(workspace.failed) {
+    const int64_t begin = a.vocabulary / kLanes * kLanes;
+    for (int64_t i = 0; i < (a.vocabulary - begin) * a.rank; ++i) ending[i] = w2[begin * a.rank + i];
+  }
+
+  void run() {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(int(threads))
+    work(omp_get_thread_num(), omp_get_num_threads());
+#else
+    work(0, 1);
+#endif
+  }
+
+ private:
+  const T *base_of(int64_t row, int64_t slot) const { return base + (row * a.slots + slot) * a.vocabulary; }
+  T *logits_of(int64_t row, int64_t slot) const {
+    return static_cast<T *>(a.logits) + (row * a.slots + slot) * a.vocabulary;
+  }
+  const T *hidden_of(int64_t row, int64_t slot) const {
+    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + slot * a.hidden_size;
+  }
+
+  static void wait() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+  }
+
+  // One thread's part of the whole block.
+  void work(int64_t thread, int64_t count) {
+    for (int64_t slot = 0; slot < a.slots; ++slot) {
+      for (int64_t row = thread; row < a.rows; row += count) embed(row, slot);
+      wait();
+      if (a.kind != kVanilla) {
+        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, slot);
+        wait();
+      }
+      for (int64_t row = thread; row < a.rows; row += count) finish_latent(row);
+      wait();
+      const int64_t first = tiles * thread / count, last = tiles * (thread + 1) / count;
+      project(thread, slot, first, last);
+      wait();
+      if (a.temperature > 0) {
+        for (int64_t row = thread; row < a.rows; row += count) best_of(row, count);
+        wait();
+        for (int64_t block = thread; block < blocks; block += count) weigh(block, slot);
+        wait();
+      }
+      for (int64_t row = thread; row < a.rows; row += count) {
+        choose(row, slot, a.temperature > 0 ? draw(row, slot) : best_of(row, count));
+      }
+    }
+  }
+
+  // W1 of the token before the slot, and the confidence logit, which knows no later token.
+  void embed(int64_t row, int64_t slot) {
+    int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+    if (token < 0 || token >= a.target_vocabulary) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      token = 0;
+    }
+    for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
+    if (!a.confidence_weight) return;
+    const T *weight = static_cast<const T *>(a.confidence_weight);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, slot), a.hidden_size);
+    if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
+    a.confidence[row * a.slots + slot] = sum;
+  }
+
+  // One output of the gate's or the recurrent cell's linear layer, for all rows.
+  void mix(int64_t unit, int64_t slot) {
+    const T *weight = static_cast<const T *>(a.mixer_weight) + unit * a.mixer_row_stride;
+    const T *of_previous = a.kind == kRnn ? weight + a.rank : weight;
+    for (int64_t row = 0; row < a.rows; ++row) {
+      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.slots + slot) * mixer_size;
+      float sum = widen(of_hidden[unit]) + dot(of_previous, &previous[row * a.rank], a.rank);
+      if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
+      mixed[row * mixer_size + unit] = sum;
+    }
+  }
+
+  // The latent of a row, as rounded to the dtype of the weights.
+  void finish_latent(int64_t row) {
+    const float *before = &previous[row * a.rank], *mixture = mixed + row * mixer_size;
+    for (int64_t i = 0; i < a.rank; ++i) {
+      float value = before[i];
+      if (a.kind == kGated) value *= sigmoid(mixture[i]);
+      if (a.kind == kRnn) {
+        const float gate = sigmoid(mixture[i]);
+        float &memory = state[row * a.rank + i];
+        memory = gate * memory + (1 - gate) * std::tanh(mixture[a.rank + i]);
+        value = std::tanh(mixture[2 * a.rank + i]);
+      }
+      rounded[row * padded_rank + i] = narrow<T>(value);
+      latent[row * padded_rank + i] = widen(rounded[row * padded_rank + i]);
+    }
+  }
+
+  static float sigmoid(float value) { return 1 / (1 + std::exp(-value)); }
+
+  // Logits of the tiles from `first` to `last`, and the best column in each lane so far.
+  void project(int64_t thread, int64_t slot, int64_t first, int64_t last) {
+    for (int64_t i = thread * a.rows * kLanes; i < (thread + 1) * a.rows * kLanes; ++i) {
+      best_value[i] = -__builtin_inff();
+      best_column[i] = INT32_MAX;
+    }
+    for (int64_t tile = first; tile < last; ++tile) {
+      int64_t row = 0;
+      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, slot, tile, row);
+      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, slot, tile, row);
+      for (; row < a.rows; ++row) project_tile<1>(thread, slot, tile, row);
+    }
+  }
+
+  // Sixteen columns of W2 times `kRows` latents, sixteen sums at a time.
+  template <int kRows>
+  void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
+    constexpr int kColumns = kLanes / kRows;
+    const int64_t first = tile * kLanes, count = lower_of(kLanes, a.vocabulary - first);
+    const T *weights = count < kLanes ? ending : w2 + first * a.rank;
+    alignas(64) float products[kRows][kLanes];
+    for (int pass = 0; pass < kRows; ++pass) {
+      floats sums[kLanes];
+      multiply<kRows>(weights + pass * kColumns * a.rank, row, sums);
+      const floats reduced = transpose_sums(sums);
+      for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
+    }
+    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
+  }
+
+  // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
+  // Few columns at a time keep the reading close to sequential, which is what memory is fastest at.
+  template <int kRows>
+  void multiply(const T *weights, int64_t row, floats *sums) const {
+    constexpr int kColumns = kLanes / kRows, kGroup = kRows;
+    for (int group = 0; group < kColumns; group += kGroup) {
+      multiply_group<kRows, kGroup>(weights + group * a.rank, row, sums + group);
+    }
+  }
+
+  // The same of `kGroup` columns, with at least four sums in the making, since each has to wait for its last product.
+  template <int kRows, int kGroup>
+  void multiply_group(const T *weights, int64_t row, floats *sums) const {
+    typedef Products<T> P;
+    constexpr int kColumns = kLanes / kRows, kParts = kRows * kGroup < 4 ? 4 / (kRows * kGroup) : 1;
+    const char *ahead = reinterpret_cast<const char *>(weights) + kAhead;
+    floats parts[kParts][kRows][kGroup] = {};
+    int64_t i = 0;
+    for (; i + kParts * P::kSize <= a.rank; i += kParts * P::kSize) {
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        ahead = multiply_vectors<kRows, kGroup>(weights, row, i + part * P::kSize, ahead, parts[part]);
+      }
+    }
+    for (; i + P::kSize <= a.rank; i += P::kSize) {
+      ahead = multiply_vectors<kRows, kGroup>(weights, row, i, ahead, parts[0]);
+    }
+    // Unrolled, so that no place in `parts` is computed and all of it can be in registers.
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kGroup; ++c) {
+        floats &sum = sums[r * kColumns + c];
+        sum = parts[0][r][c];
+#pragma GCC unroll 4
+        for (int part = 1; part < kParts; ++part) sum += parts[part][r][c];
+        for (int64_t k = i; k < a.rank; ++k) sum[0] += widen(weights[c * a.rank + k]) * latent[(row + r) * padded_rank + k];
+      }
+    }
+  }
+
+  // Places `i` and those that are in a vector with it. Inlined, or the sums would go through memory.
+  template <int kRows, int kGroup>
+  __attribute__((always_inline)) const char *multiply_vectors(const T *weights, int64_t row, int64_t i, const char *ahead, floats (*sums)[kGroup]) const {
+    typedef Products<T> P;
+    typename P::Vector values[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t place = (row + r) * padded_rank + i;
+      values[r] = P::load_latent(latent + place, rounded + place);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; ++c) {
+      ahead = prefetch(ahead, P::kSize * sizeof(T));
+      const typename P::Vector w = P::load_weights(weights + c * a.rank + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) P::add(sums[r][c], w, values[r]);
+    }
+    return ahead;
+  }
+
+  // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
+  static const char *prefetch(const char *place, int64_t bytes) {
+    __builtin_prefetch(place, 0, 2);
+    return place + bytes;
+  }
+
+  void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
+    alignas(64) T rounded[kLanes];
+    const T *source = base_of(row, slot) + first;
+    T *target = a.logits ? logits_of(row, slot) + first : rounded;
+    floats value;
+    if (count == kLanes) {
+      value = store(target, load(source) + load(products));
+    } else {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        value[lane] = -__builtin_inff();
+        if (lane >= count) continue;
+        target[lane] = narrow<T>(widen(source[lane]) + products[lane]);
+        value[lane] = widen(target[lane]);
+      }
+    }
+    float *values = &best_value[(thread * a.rows + row) * kLanes];
+    int32_t *columns = &best_column[(thread * a.rows + row) * kLanes];
+    floats best = load(values);
+    ints column;
+    std::memcpy(&column, columns, sizeof column);
+    const ints higher = value > best;
+    best = higher ? value : best;
+    column = higher ? ints{} + int32_t(first) : column;  // of lane 0: lanes are added in the end
+    store(values, best);
+    std::memcpy(columns, &column, sizeof column);
+  }
+
+  // The lowest column with the highest logit of a row; also notes the logit.
+  int64_t best_of(int64_t row, int64_t count) {
+    float best = -__builtin_inff();
+    int64_t column = 0;
+    for (int64_t thread = 0; thread < count; ++thread) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t place = (thread * a.rows + row) * kLanes + lane;
+        const int64_t candidate = best_column[place] + lane;
+        const float value = best_value[place];
+        if (value > best || (value == best && candidate < column)) {
+          best = value;
+          column = candidate;
+        }
+      }
+    }
+    highest[row] = best;
+    return column;
+  }
+
+  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
+  floats weights_at(int64_t row, int64_t slot, int64_t column, int64_t stop) const {
+    const T *logits = logits_of(row, slot) + column;
+    alignas(64) T padded[kLanes];
+    if (stop - column < kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) padded[lane] = column + lane < stop ? logits[lane] : narrow<T>(-__builtin_inff());
+      logits = padded;
+    }
+    return exp_of_negative((load(logits) - highest[row]) * float(1 / a.temperature));
+  }
+
+  // The sum of the weights of one block of columns, for all rows.
+  void weigh(int64_t block, int64_t slot) {
+    const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
+    for (int64_t row = 0; row < a.rows; ++row) {
+      floats sum{};
+      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, slot, column, stop);
+      double total = 0;
+      for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+      sums[row * blocks + block] = total;
+    }
+  }
+
+  // A column by inversion: first its block, then its place in the block; never one of weight zero.
+  int64_t draw(int64_t row, int64_t slot) const {
+    const double *weights = &sums[row * blocks];
+    double total = 0;
+    for (int64_t block = 0; block < blocks; ++block) total += weights[block];
+    double level = uniform(a.seed, uint32_t(row), uint32_t(slot)) * total;
+    int64_t block = 0, last = 0;
+    for (; block < blocks; ++block) {
+      if (weights[block] > 0) last = block;
+      if (level < weights[block]) break;
+      level -= weights[block];
+    }
+    if (block == blocks) {  // rounding: the end of the last block that weighs anything
+      block = last;
+      level = __builtin_inf();
+    }
+    return column_at(row, slot, block, level);
+  }
+
+  int64_t column_at(int64_t row, int64_t slot, int64_t block, double level) const {
+    const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
+    int64_t chosen = block * kBlock;
+    for (int64_t column = block * kBlock; column < stop; column += kLanes) {
+      const floats weights = weights_at(row, slot, column, stop);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (!(weights[lane] > 0)) continue;
+        chosen = column + lane;
+        if (level < weights[lane]) return chosen;
+        level -= weights[lane];
+      }
+    }
+    return chosen;
+  }
+
+  void choose(int64_t row, int64_t slot, int64_t column) {
+    a.columns[row * a.slots + slot] = column;
+    a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
+  }
+
+  static constexpr int64_t kAhead = 16384;  // bytes of W2 to ask memory for in advance
+  const Arguments &a;
+  const T *base, *w1, *w2;
+  const int64_t tiles, blocks, mixer_size, padded_rank, threads;
+  float *previous, *state, *mixed, *latent, *highest, *best_value;
+  T *rounded, *ending;
+  int32_t *best_column;
+  double *sums;
+  int32_t &failed;
+};
+
+}  // namespace DSPARK_ISA
+}  // namespace
+
+#endif
+"""
+
+HEAD_CUDA = r"""// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
+//
+// A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
+// where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
+// takes sixteen columns of W2 at a time and multiplies them with the latents of up to 64 rows: by tensor cores for bf16
+// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd slots go through
+// W2 backwards, and so find the part that was read last in the L2 cache.
+//
+// Memory traffic of a slot, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
+// four), base logits once (rows * vocabulary * size), the same again for the corrected logits if they are asked for, and
+// from L2 one row of W1 for each row and block of the grid. All else is small. The floor is the first of these over the
+// bandwidth of the memory.
+//
+// Tokens are chosen by the logits as rounded to the dtype of the weights: the highest, ties to the lowest column, or the
+// highest of `logit / temperature + Gumbel noise`, with noise from Philox 4x32-10. Sums are in fp32. The sum for a logit is
+// taken in the same order whatever the grid, so results do not depend on it.
+//
+// No header is needed, so nvcc and NVRTC compile it alike; tests run the same source on a CPU (DSPARK_EMULATION).
+
+#if defined(DSPARK_EMULATION)
+#include "emulation.h"
+#elif defined(__CUDACC_RTC__)
+typedef signed int int32_t;
+typedef unsigned int uint32_t;
+typedef unsigned short uint16_t;
+typedef signed long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#endif
+
+// Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
+struct DsparkHeadArguments {
+  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t mixer_row_stride;   // of `mixer_weight`
+  const void *base;           // [rows, slots, vocabulary]
+  const void *hidden;         // [rows, slots, hidden_size]
+  const int64_t *anchors;     // [rows], tokens of the target
+  const void *w1;             // [target vocabulary, rank]
+  const void *w2;             // [vocabulary, rank]
+  const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
+  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
+  const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
+  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, slots]
+  float *confidence;                                // [rows, slots]
+  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, slots] of 8; then floats: latents [rows, rank], states [2, rows, rank]
+  double temperature;  // 0: the highest logit
+  uint64_t seed;
+  int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
+  int32_t confidence_reads_tokens;  // whether `confidence_weight` has a part for W1[previous]
+  int32_t dtype;                    // 0 fp32, 1 bf16, 2 fp16
+  int32_t isa;                      // of the CPU; not used here
+  int32_t threads;                  // of the CPU; not used here
+  int32_t aligned;                  // whether rows of W1 and W2 are whole vectors of 16 bytes
+};
+
+namespace dspark {
+
+typedef DsparkHeadArguments Arguments;
+typedef unsigned long long Key;  // orders candidates: the higher logit, and of equal ones the lower column
+enum Kind { kVanilla, kGated, kRnn };
+constexpr int kLanes = 32, kColumns = 16;  // threads of a warp, and columns of W2 that it takes at a time
+constexpr int kFloatRows = 4;              // rows that are multiplied at a time in fp32
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+#if !defined(DSPARK_EMULATION)
+// What another block may have written: read past the L1 cache.
+template <typename T>
+__device__ T load_now(const T *source) {
+  return *(const volatile T *)source;
+}
+__device__ inline void spin() {}
+#define DSPARK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+// ------------------------------------------------------------------------------------------------------- numbers
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+__device__ inline float from_bits(uint32_t bits) {
+  union { uint32_t bits; float value; } both;
+  both.bits = bits;
+  return both.value;
+}
+__device__ inline uint32_t to_bits(float value) {
+  union { uint32_t bits; float value; } both;
+  both.value = value;
+  return both.bits;
+}
+
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(bf16 value) { return from_bits((uint32_t)value.bits << 16); }
+__device__ inline float widen(fp16 value) {
+  const uint32_t sign = (uint32_t)(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest << 13));          // infinite or not a number
+  return from_bits(sign | to_bits(from_bits(rest << 13) * from_bits(0x77800000)));  // times 2^112; right for subnormals
+}
+
+template <typename T>
+__device__ T narrow(float value);  // to nearest, ties to even
+template <>
+__device__ inline float narrow<float>(float value) {
+  return value;
+}
+template <>
+__device__ inline bf16 narrow<bf16>(float value) {
+  const uint32_t bits = to_bits(value);
+  if (value != value) return bf16{0x7fc0};
+  return bf16{(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+template <>
+__device__ inline fp16 narrow<fp16>(float value) {
+  const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return fp16{(uint16_t)(sign | 0x7e00)};
+  if (rest >= 0x477ff000) return fp16{(uint16_t)(sign | 0x7c00)};  // 65520 and more
+  if (rest < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded digits at the end of the fraction
+    return fp16{(uint16_t)(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000))};
+  }
+  return fp16{(uint16_t)(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13))};
+}
+
+__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
+// Four words that depend on seed and counter alone (Salmon et al. 2011).
+struct Words {
+  uint32_t word[4];
+};
+__device__ inline Words philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = 0xD2511F53ull * c0, second = 0xCD9E8D57ull * c2;
+    c0 = (uint32_t)(second >> 32) ^ c1 ^ k0;
+    c1 = (uint32_t)second;
+    c2 = (uint32_t)(first >> 32) ^ c3 ^ k1;
+    c3 = (uint32_t)first;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return Words{{c0, c1, c2, c3}};
+}
+
+// Gumbel noise. Small words make the high values that win, so words are kept to the last bit there.
+__device__ inline float gumbel(uint32_t word) {
+  float level = ((float)word + 0.5f) * from_bits(0x2f800000);  // times 2^-32
+  level = fminf(level, from_bits(0x3f7fffff));  // large words round to 1, whose noise would be that of a weight of zero
+  return -logf(-log1pf(-level));
+}
+
+// Never zero, which stands for no candidate. What is not a number loses to all others.
+__device__ inline Key key_of(float value, uint32_t column) {
+  const uint32_t bits = to_bits(value + 0.0f);  // -0 becomes 0, its equal
+  const uint32_t order = value != value ? 0 : (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
+  return ((Key)order << 32) | (0xffffffffu - column);
+}
+__device__ inline int64_t column_of(Key key) { return (int64_t)(0xffffffffu - (uint32_t)key); }
+__device__ inline Key higher(Key a, Key b) { return a > b ? a : b; }
+
+// --------------------------------------------------------------------------------------------- threads and memory
+
+__device__ inline int lane_id() { return threadIdx.x % kLanes; }
+__device__ inline int warp_id() { return threadIdx.x / kLanes; }
+__device__ inline int warps_of_block() { return blockDim.x / kLanes; }
+
+__device__ inline uint32_t *counter_of(const Arguments &a) { return (uint32_t *)a.scratch; }
+__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t slot) {
+  return (Key *)a.scratch + 1 + row * a.slots + slot;
+}
+__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.slots); }
+__device__ inline float *states_of(const Arguments &a, int64_t slot) {  // two of them take turns
+  return latents_of(a) + (1 + slot % 2) * a.rows * a.rank;
+}
+
+__device__ inline int64_t token_of(const Arguments &a, int64_t column) {
+  return a.draft_to_target ? column + a.draft_to_target[column] : column;
+}
+
+// The token before a slot. The one of the slot before is the winner of a phase that has ended.
+__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t slot) {
+  const int64_t token = slot ? token_of(a, column_of(load_now(key_at(a, row, slot - 1)))) : a.anchors[row];
+  return token < 0 ? 0 : token < a.target_vocabulary ? token : a.target_vocabulary - 1;  // never beyond W1
+}
+
+// All blocks wait here for all others; only in a cooperative launch, where all of them run. `goal` counts arrivals.
+__device__ inline void grid_barrier(uint32_t *counter, uint32_t goal) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(counter, 1u);
+    while (load_now(counter) < goal) spin();
+    __threadfence();
+  }
+  __syncthreads();
+}
+
+__device__ inline float warp_sum(float value) {
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// 16 bytes of weights from `weights + index`; zeros from `size` on.
+template <typename T>
+__device__ uint4 load_vector(const T *weights, int64_t index, int64_t size, bool aligned) {
+  constexpr int kCount = 16 / sizeof(T);
+  union { uint4 vector; T values[kCount]; } loaded;
+  loaded.vector = uint4{0, 0, 0, 0};
+  if (aligned) {
+    if (index < size) loaded.vector = __ldg((const uint4 *)(weights + index));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (index + i < size) loaded.values[i] = weights[index + i];
+    }
+  }
+  return loaded.vector;
+}
+
+// ------------------------------------------------------------------------------------------------- the latent
+
+// The latents of a tile of rows, in shared memory as [row][pitch] with zeros behind `rank` and behind the last row.
+template <typename T>
+__device__ int latent_pitch(int64_t rank) {  // in elements; the 64 bytes more keep eight rows in different banks
+  return (int)((rank * (int)sizeof(T) + 127) / 128 * 128 + 64) / (int)sizeof(T);
+}
+
+template <typename T>
+__device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
+  for (int i = threadIdx.x; i < tile_rows; i += blockDim.x) {
+    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, slot) : 0;
+  }
+  __syncthreads();
+  constexpr int kCount = 16 / sizeof(T);
+  const int pitch = latent_pitch<T>(a.rank), vectors = pitch / kCount;
+  for (int i = threadIdx.x; i < tile_rows * vectors; i += blockDim.x) {
+    const int64_t row = first_row + i / vectors;
+    const int place = i % vectors * kCount;
+    union { uint4 vector; T values[kCount]; } loaded;
+    loaded.vector = uint4{0, 0, 0, 0};
+    if (row < a.rows) {
+      if (a.kind == kVanilla) {
+        loaded.vector = load_vector((const T *)a.w1 + before[i / vectors] * a.rank, place, a.rank, a.aligned);
+      } else {
+        for (int k = 0; k < kCount; ++k) {
+          if (place + k < a.rank) loaded.values[k] = narrow<T>(load_now(latents_of(a) + row * a.rank + place + k));
+        }
+      }
+    }
+    *(uint4 *)(latents + (int64_t)(i / vectors) * pitch + place) = loaded.vector;
+  }
+  __syncthreads();
+}
+
+// One place of the latent, and of the state of an rnn, for all rows; by a warp.
+template <typename T>
+__device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
+  const T *weight = (const T *)a.mixer_weight + place * a.mixer_row_stride;
+  const int64_t next = a.rank * a.mixer_row_stride;  // from the gate to the candidate to the output of an rnn
+  const int64_t width = a.kind == kRnn ? 3 * a.rank : a.rank;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    const float *state = states_of(a, slot + 1) + row * a.rank;  // of the slot before
+    float sums[3] = {0.0f, 0.0f, 0.0f};
+    for (int64_t i = lane_id(); i < a.rank; i += kLanes) {
+      const float previous = widen(embedded[i]);
+      if (a.kind == kGated) {
+        sums[0] += widen(weight[i]) * previous;
+      } else {
+        const float memory = slot ? load_now(state + i) : 0.0f;
+        for (int part = 0; part < 3; ++part) {
+          sums[part] += widen(weight[part * next + i]) * memory + widen(weight[part * next + a.rank + i]) * previous;
+        }
+      }
+    }
+    const T *hidden = (const T *)a.mixer_hidden + (row * a.slots + slot) * width + place;
+    for (int part = 0; part < (a.kind == kRnn ? 3 : 1); ++part) {
+      sums[part] = warp_sum(sums[part]) + widen(hidden[part * a.rank]);
+    }
+    if (lane_id() == 0) {
+      float *latent = latents_of(a) + row * a.rank + place;
+      const float gate = sigmoid(sums[0]);
+      if (a.kind == kGated) {
+        *latent = gate * widen(embedded[place]);
+      } else {
+        const float memory = slot ? load_now(state + place) : 0.0f;
+        states_of(a, slot)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
+        *latent = tanhf(sums[2]);
+      }
+    }
+  }
+}
+
+// The confidence logit of a row, which knows no token after the one before the slot; by a warp.
+template <typename T>
+__device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) {
+  const T *weight = (const T *)a.confidence_weight;
+  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + slot * a.hidden_size;
+  float sum = 0.0f;
+  for (int64_t i = lane_id(); i < a.hidden_size; i += kLanes) sum += widen(weight[i]) * widen(hidden[i]);
+  if (a.confidence_reads_tokens) {
+    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    for (int64_t i = lane_id(); i < a.rank; i += kLanes) sum += widen(weight[a.hidden_size + i]) * widen(embedded[i]);
+  }
+  sum = warp_sum(sum);
+  if (lane_id() == 0) a.confidence[row * a.slots + slot] = sum + widen(*(const T *)a.confidence_bias);
+}
+
+// ------------------------------------------------------------------------------------------------ the projection
+
+// Candidates of a lane. It finishes columns `first + lane / 4` and 8 more, for the rows that its products are of.
+template <typename T>
+struct Chooser {
+  const Arguments &a;
+  int64_t slot;
+  float inverse;  // of the temperature; 0: the highest logit
+
+  __device__ Key candidate(int64_t row, int64_t column, float product, uint32_t word) const {
+    const int64_t at = (row * a.slots + slot) * a.vocabulary + column;
+    const T stored = narrow<T>(widen(((const T *)a.base)[at]) + product);
+    if (a.logits) ((T *)a.logits)[at] = stored;
+    float level = widen(stored);
+    if (inverse > 0.0f) level = level * inverse + gumbel(word);
+    return key_of(level, (uint32_t)column);
+  }
+
+  // `products[half]` of columns `column` and `column + 8`. The four words of a counter are for these two columns and
+  // for two rows next to each other.
+  __device__ Key both(int64_t row, int64_t column, const float *products, const Words &noise, Key best) const {
+    if (row >= a.rows) return best;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (column + 8 * half < a.vocabulary) {
+        const uint32_t word = row % 2 ? noise.word[2 * half + 1] : noise.word[2 * half];
+        best = higher(best, candidate(row, column + 8 * half, products[half], word));
+      }
+    }
+    return best;
+  }
+
+  __device__ Words noise(int64_t row, int64_t column) const {
+    if (inverse == 0.0f || row >= a.rows) return Words{{0, 0, 0, 0}};
+    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)slot, (uint32_t)(row / 2), 1u);
+  }
+};
+
+#if !defined(DSPARK_EMULATION)
+// 16 columns of W2 times 8 rows, 16 places of each, added to `sums`. With g = lane / 4 and q = lane % 4: a register
+// holds places 2q and 2q + 1; `w` is for (column g, place + 0), (g + 8, + 0), (g, + 8), (g + 8, + 8); `x` for row g,
+// places + 0 and + 8; `sums` for (column g, row 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+__device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *x, bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+}
+__device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *x, fp16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+}
+#endif
+
+// The columns from `first` on, by tensor cores. Which places meet in one instruction is of no account as long as both
+// factors agree: each lane takes eight places that lie next to each other, 32 in a step of the warp.
+template <typename T, int kTiles>
+struct Projection {
+  static constexpr int kRows = 8 * kTiles, kKeys = 2 * kTiles;
+  static constexpr int kDeep = 4;  // steps whose loads are in flight
+
+  __device__ static int64_t row_of_key(int key) { return 8 * (key / 2) + 2 * (lane_id() % 4) + key % 2; }
+
+  __device__ static void columns(const Chooser<T> &chooser, const T *latents, int64_t first_row, int64_t first, Key *best) {
+    const Arguments &a = chooser.a;
+    const int g = lane_id() / 4, q = lane_id() % 4, pitch = latent_pitch<T>(a.rank);
+    const int64_t last = a.vocabulary - 1, column = first + g;
+    const T *upper = (const T *)a.w2 + (column < last ? column : last) * a.rank;
+    const T *lower = (const T *)a.w2 + (column + 8 < last ? column + 8 : last) * a.rank;
+    float sums[kTiles][4] = {};
+    for (int64_t begin = 0; begin < a.rank; begin += 32 * kDeep) {
+      uint4 w[kDeep][2];
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        w[step][0] = load_vector(upper, begin + 32 * step + 8 * q, a.rank, a.aligned);
+        w[step][1] = load_vector(lower, begin + 32 * step + 8 * q, a.rank, a.aligned);
+      }
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        if (begin + 32 * step >= a.rank) break;
+        const uint32_t early[4] = {w[step][0].x, w[step][1].x, w[step][0].y, w[step][1].y};
+        const uint32_t late[4] = {w[step][0].z, w[step][1].z, w[step][0].w, w[step][1].w};
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint4 x = *(const uint4 *)(latents + (8 * tile + g) * pitch + begin + 32 * step + 8 * q);
+          const uint32_t early_x[2] = {x.x, x.y}, late_x[2] = {x.z, x.w};
+          multiply(sums[tile], early, early_x, T());
+          multiply(sums[tile], late, late_x, T());
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int64_t row = first_row + 8 * tile + 2 * q;
+      const Words noise = chooser.noise(row, column);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float products[2] = {sums[tile][odd], sums[tile][2 + odd]};
+        best[2 * tile + odd] = chooser.both(row + odd, column, products, noise, best[2 * tile + odd]);
+      }
+    }
+  }
+};
+
+// The same in fp32, by ordinary instructions: lanes of one g share two columns, and q shares out their places.
+template <int kTiles>
+struct Projection<float, kTiles> {
+  static constexpr int kRows = kFloatRows, kKeys = 1;
+  static constexpr int kDeep = 4;
+
+  __device__ static int64_t row_of_key(int) { return lane_id() % 4; }
+
+  __device__ static void columns(const Chooser<float> &chooser, const float *latents, int64_t first_row, int64_t first, Key *best) {
+    const Arguments &a = chooser.a;
+    const int g = lane_id() / 4, q = lane_id() % 4, pitch = latent_pitch<float>(a.rank);
+    const int64_t last = a.vocabulary - 1, column = first + g;
+    const float *upper = (const float *)a.w2 + (column < last ? column : last) * a.rank;
+    const float *lower = (const float *)a.w2 + (column + 8 < last ? column + 8 : last) * a.rank;
+    float sums[kFloatRows][2] = {};
+    for (int64_t begin = 0; begin < a.rank; begin += 16 * kDeep) {
+      uint4 w[kDeep][2];
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        w[step][0] = load_vector(upper, begin + 16 * step + 4 * q, a.rank, a.aligned);
+        w[step][1] = load_vector(lower, begin + 16 * step + 4 * q, a.rank, a.aligned);
+      }
+#pragma unroll
+      for (int step = 0; step < kDeep; ++step) {
+        if (begin + 16 * step >= a.rank) break;
+#pragma unroll
+        for (int row = 0; row < kFloatRows; ++row) {
+          const uint4 x = *(const uint4 *)(latents + row * pitch + begin + 16 * step + 4 * q);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint4 &v = w[step][half];
+            float &sum = sums[row][half];
+            sum = fmaf(from_bits(v.x), from_bits(x.x), sum);
+            sum = fmaf(from_bits(v.y), from_bits(x.y), sum);
+            sum = fmaf(from_bits(v.z), from_bits(x.z), sum);
+            sum = fmaf(from_bits(v.w), from_bits(x.w), sum);
+          }
+        }
+      }
+    }
+    float products[2];
+    reduce(sums, products);
+    const int64_t row = first_row + q;
+    best[0] = chooser.both(row, column, products, chooser.noise(row, column), best[0]);
+  }
+
+  // Sums over the four lanes of a g: lane q ends with those of row q. Half of what is left is given away at a time.
+  __device__ static void reduce(float (*sums)[2], float *products) {
+    const bool high = lane_id() & 2, odd = lane_id() & 1;
+    float two[2][2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float kept = high ? sums[row + 2][half] : sums[row][half];
+        const float given = high ? sums[row][half] : sums[row + 2][half];
+        two[row][half] = kept + __shfl_xor_sync(kAllLanes, given, 2);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float kept = odd ? two[1][half] : two[0][half], given = odd ? two[0][half] : two[1][half];
+      products[half] = kept + __shfl_xor_sync(kAllLanes, given, 1);
+    }
+  }
+};
+
+// The best candidate of the block for each row of the tile goes to the grid's.
+template <typename P>
+__device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row, const Key *best, Key *of_warps) {
+#pragma unroll
+  for (int key = 0; key < P::kKeys; ++key) {
+    Key mine = best[key];
+    for (int offset = 16; offset >= 4; offset /= 2) mine = higher(mine, __shfl_xor_sync(kAllLanes, mine, offset));
+    if (lane_id() < 4) of_warps[warp_id() * P::kRows + P::row_of_key(key)] = mine;
+  }
+  __syncthreads();
+  for (int row = threadIdx.x; row < P::kRows && first_row + row < a.rows; row += blockDim.x) {
+    Key mine = 0;
+    for (int warp = 0; warp < warps_of_block(); ++warp) mine = higher(mine, of_warps[warp * P::kRows + row]);
+    if (mine) atomicMax(key_at(a, first_row + row, slot), mine);
+  }
+  __syncthreads();
+}
+
+// Logits and winners of a slot.
+template <typename T, int kTiles>
+__device__ void project(const Arguments &a, int64_t slot, unsigned char *shared) {
+  typedef Projection<T, kTiles> P;
+  Key *of_warps = (Key *)shared;
+  int64_t *before = (int64_t *)(of_warps + warps_of_block() * P::kRows);
+  T *latents = (T *)(before + P::kRows);
+  const Chooser<T> chooser = {a, slot, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
+  const int64_t units = (a.vocabulary + kColumns - 1) / kColumns;
+  const int64_t mine = (int64_t)blockIdx.x * warps_of_block() + warp_id(), step = (int64_t)gridDim.x * warps_of_block();
+  if (a.confidence_weight && warp_id() == warps_of_block() - 1) {
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, slot, row);
+  }
+  int64_t tile = 0;
+  for (int64_t first_row = 0; first_row < a.rows; first_row += P::kRows, ++tile) {
+    load_latents<T>(a, slot, first_row, P::kRows, latents, before);
+    Key best[P::kKeys] = {};
+    for (int64_t unit = mine; unit < units; unit += step) {
+      const int64_t place = (slot + tile) % 2 ? units - 1 - unit : unit;
+      P::columns(chooser, latents, first_row, place * kColumns, best);
+    }
+    publish_best<P>(a, slot, first_row, best, of_warps);
+  }
+}
+
+__device__ inline int phases_of_slot(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
+
+// One phase of the block: the last one writes down the tokens.
+template <typename T, int kTiles>
+__device__ void phase(const Arguments &a, int64_t number, unsigned char *shared) {
+  const int64_t slot = number / phases_of_slot(a);
+  if (slot == a.slots) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.slots; i += (int64_t)gridDim.x * blockDim.x) {
+      const int64_t column = column_of(load_now((Key *)a.scratch + 1 + i));
+      a.columns[i] = column;
+      a.tokens[i] = token_of(a, column);
+    }
+  } else if (a.kind != kVanilla && number % 2 == 0) {
+    const int64_t warps = (int64_t)gridDim.x * warps_of_block();
+    for (int64_t place = (int64_t)blockIdx.x * warps_of_block() + warp_id(); place < a.rank; place += warps) {
+      mix<T>(a, slot, place);
+    }
+  } else {
+    project<T, kTiles>(a, slot, shared);
+  }
+}
+
+// Phases from `first` to before `last`: all of them in a cooperative launch, or one.
+template <typename T, int kTiles>
+__device__ void phases(const Arguments &a, int32_t first, int32_t last) {
+  DSPARK_SHARED(shared);
+  for (int32_t number = first; number < last; ++number) {
+    if (number > first) grid_barrier(counter_of(a), gridDim.x * (uint32_t)(number - first));
+    phase<T, kTiles>(a, number, shared);
+  }
+}
+
+}  // namespace dspark
+
+#define DSPARK_HEAD(dtype, tiles)                                                                     \
+  extern "C" __global__ void __launch_bounds__(256, tiles > 2 ? 1 : 2)                                \
+      dspark_head_##dtype##_##tiles(const DsparkHeadArguments arguments, int32_t first, int32_t last) { \
+    dspark::phases<dspark::dtype, tiles>(arguments, first, last);                                     \
+  }
+#define DSPARK_HEAD_OF(dtype, tiles) DSPARK_HEAD(dtype, tiles)
+namespace dspark {
+typedef float fp32;
+}
+
+#ifdef DSPARK_ONLY_DTYPE  // one kernel is compiled where it is needed, as by NVRTC
+DSPARK_HEAD_OF(DSPARK_ONLY_DTYPE, DSPARK_ONLY_TILES)
+#else
+DSPARK_HEAD(fp32, 1)
+DSPARK_HEAD(bf16, 1)
+DSPARK_HEAD(bf16, 2)
+DSPARK_HEAD(bf16, 8)
+DSPARK_HEAD(fp16, 1)
+DSPARK_HEAD(fp16, 2)
+DSPARK_HEAD(fp16, 8)
+#endif
+
+// ---------------------------------------------------------------------------------- the host's side, built by nvcc
+
+#if !defined(DSPARK_EMULATION) && !defined(__CUDACC_RTC__)
+namespace {
+
+const void *kernel_of(int32_t dtype, int32_t tiles) {
+  if (dtype == 0) return (const void *)dspark_head_fp32_1;
+  if (dtype == 1) return (const void *)(tiles == 1 ? dspark_head_bf16_1 : tiles == 2 ? dspark_head_bf16_2 : dspark_head_bf16_8);
+  return (const void *)(tiles == 1 ? dspark_head_fp16_1 : tiles == 2 ? dspark_head_fp16_2 : dspark_head_fp16_8);
+}
+
+}  // namespace
+
+// All of them return an error of CUDA, 0 if there is none, and act on the device that is current.
+extern "C" int dspark_head_occupancy(int32_t dtype, int32_t tiles, int32_t threads, int32_t shared_bytes, int32_t *blocks) {
+  const void *kernel = kernel_of(dtype, tiles);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, shared_bytes);
+}
+
+// Several phases are a cooperative launch: `blocks` must all fit on the device.
+extern "C" int dspark_head_launch(int32_t dtype, int32_t tiles, const DsparkHeadArguments *arguments, int32_t first,
+                                  int32_t last, int32_t blocks, int32_t threads, int32_t shared_bytes, void *stream) {
+  void *parameters[] = {(void *)arguments, &first, &last};
+  const void *kernel = kernel_of(dtype, tiles);
+  const dim3 grid(blocks), block(threads);
+  const cudaStream_t queue = (cudaStream_t)stream;
+  if (last - first > 1) return cudaLaunchCooperativeKernel(kernel, grid, block, parameters, shared_bytes, queue);
+  return cudaLaunchKernel(kernel, grid, block, parameters, shared_bytes, queue);
+}
+
+extern "C" const char *dspark_head_error(int error) { return cudaGetErrorString((cudaError_t)error); }
+#endif
+"""
+
+__all__ = ["HEAD_CPU", "HEAD_CUDA"]

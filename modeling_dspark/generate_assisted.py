@@ -1,0 +1,239 @@
+"""Drafts for Transformers' own assisted-decoding loop (batch size 1).
+
+Each round the loop hands over the target's outputs; the generator turns them into context features, drafts a block,
+schedules how much of it is verified and cuts it where the text could end. Verification itself is elsewhere.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+from transformers.utils import logging
+
+from .model_cache import DSparkCache
+from .draft_propose import LogitsProcessor, propose
+from .engine_processors import RowProcessors
+from .schedule_policies import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
+from .engine_counts import RunStatistics
+from .target_binding import hidden_states_argument, tapped_features
+from .draft_accept import accept_sampled
+
+
+logger = logging.get_logger(__name__)
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Candidate generator for `GenerationMixin._assisted_decoding`.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): The target whose outputs arrive each round.
+        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
+        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to drafts, each slot with its own prefix.
+        stopping_criteria ([`~transformers.StoppingCriteriaList`]): Of the call; drafts never run past their first hit.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ):
+        self.drafter, self.target = drafter, target
+        self.binding = drafter.bind(target)
+        self.settings = fallback_settings(resolve_settings(generation_config, drafter.config), drafter.config)
+        self.schedule = make_schedule(self.settings)
+        self.statistics = RunStatistics(drafter.config.block_size)
+        self.statistics.requests = [self.statistics]
+        self.ends_with_draft = False
+        self._is_prefill = True
+        self._do_sample = generation_config.do_sample
+        lengths = [item.max_length for item in stopping_criteria or () if isinstance(item, MaxLengthCriteria)]
+        self._max_length = min([generation_config.max_length, *lengths])
+        self._logits_processor = logits_processor or None
+        self._temperature = RowProcessors(logits_processor, batch_size=1).temperature
+        self._content_criteria = [
+            criterion
+            for criterion in stopping_criteria or ()
+            if not isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
+        ]
+        self._cache: DSparkCache | None = None  # made at the first round
+        self._length = 0
+        self._counts = (0, 0)
+        # The user may want all hidden states; otherwise only the tapped ones are kept.
+        wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
+        tapped = hidden_states_argument(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else tapped}
+
+    def get_candidates(  # type: ignore[override]  # named arguments; `None` where nothing was drawn
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts after `input_ids` `[1, n]`: the extended ids and, when sampling, the logits `[1, l, V]` they came from.
+
+        With no drafts the logits are `None`, so that no slice `[-0:]` is ever taken of them. Syncs once, since the loop
+        needs the number of drafts.
+        """
+        num_new, self._length = input_ids.shape[1] - self._length, input_ids.shape[1]
+        self._counts, self.ends_with_draft = (0, 0), False
+        cap = min(self.settings.num_assistant_tokens, self._max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or cap <= 0:
+            return input_ids, None
+        features = self._new_features(model_kwargs or {}, model_outputs, num_new)
+        proposal = propose(
+            self.drafter,
+            self.binding,
+            features,
+            anchor_tokens=input_ids[:, -1],
+            cache=self._cache,  # type: ignore[arg-type]  # made by `_new_features`
+            num_tokens=cap,
+            do_sample=self._do_sample,
+            logits_processor=self._processed(input_ids),
+            temperature=self._temperature,
+        )
+        confidence = [[1.0] * cap]
+        if self.schedule.needs_confidence:
+            # The settings refuse such a schedule without a confidence head.
+            confidence = proposal.confidence.tolist()  # type: ignore[union-attr]
+        length = checked_lengths(self.schedule, RoundView(confidence, num_rows=1))[0]
+        drafts = proposal.tokens[:, :length].to(input_ids.device)
+        length = self._cut_at_stop(input_ids, drafts)
+        self._counts = (cap, length)
+        if length == 0:
+            return input_ids, None
+        logits = proposal.full_logits(self.drafter.config.vocab_size)
+        logits = None if logits is None else logits[:, :length]
+        return torch.cat([input_ids, drafts[:, :length]], dim=1), logits
+
+    def update_candidate_strategy(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,  # noqa: ARG002 - Transformers passes it
+        num_matches: Any,  # noqa: ARG002 - Transformers passes it
+    ) -> None:
+        """Count a finished round, from lengths alone (`num_matches` may sit on a device)."""
+        num_new = input_ids.shape[1] - self._length
+        drafted, verified = self._counts
+        self._counts = (0, 0)
+        if self._is_prefill:
+            self._is_prefill = False
+            return
+        ended = self.ends_with_draft and num_new == verified
+        accepted = num_new if ended else num_new - 1
+        self.statistics.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=num_new)
+
+    def _processed(self, input_ids: torch.Tensor) -> LogitsProcessor | None:
+        """The user's processors, given each slot's own prefix."""
+        processors = self._logits_processor
+        if processors is None:
+            return None
+        return lambda drafts, logits: processors(_joined(input_ids, drafts), logits)
+
+    def _new_features(self, model_kwargs: dict[str, Any], outputs: Any, num_new: int) -> torch.Tensor:
+        """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
+        if self._cache is not None:
+            return tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)[:, :num_new]
+        features = tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)
+        attention_mask = model_kwargs.get("attention_mask")  # `None` when all ones
+        if attention_mask is not None:
+            features = features[:, attention_mask[0, : features.shape[1]].bool()]
+        self._cache = DSparkCache()
+        return features
+
+    def _cut_at_stop(self, input_ids: torch.Tensor, drafts: torch.Tensor) -> int:
+        """Number of drafts to verify so that the text cannot run past the token where it must end.
+
+        Greedy: the drafts before the first token at which a criterion fires; if they are all right, the target's own
+        next token is that token. Sampling: that token included, since whether a slot is verified must not depend on the
+        token drawn for it; verification then leaves out the bonus token (`ends_with_draft`).
+
+        Criteria are asked about texts that may never come to be, so they must depend on `input_ids` alone. One that
+        cannot be asked (it reads the scores, say) leaves no drafts: the loop then asks it token by token.
+        """
+        for end in range(1, drafts.shape[1] + 1):
+            candidate = torch.cat([input_ids, drafts[:, :end]], dim=1)
+            if self._would_stop(candidate):
+                if self.settings.num_assistant_tokens == 0:
+                    return 0
+                self.ends_with_draft = self._do_sample
+                return end if self._do_sample else end - 1
+        return drafts.shape[1]
+
+    def _would_stop(self, candidate: torch.Tensor) -> bool:
+        for criterion in self._content_criteria:
+            try:
+                stops = criterion(candidate, None)
+            except (TypeError, IndexError, AttributeError):
+                logger.warning_once(
+                    f"The stopping criterion {type(criterion).__name__} cannot be asked about draft tokens without their "
+                    "scores, so this call decodes without drafts."
+                )
+                self.settings = replace(self.settings, num_assistant_tokens=0)
+                return True
+            if bool(torch.as_tensor(stops).any()):
+                return True
+        return False
+
+
+def _joined(input_ids: torch.Tensor, drafts: torch.Tensor) -> Any:
+    return torch.cat([input_ids, drafts.to(input_ids.device)], dim=1)
+
+
+class AssistedRun:
+    """One `generate` call with a DSpark drafter, in Transformers' own loop.
+
+    Args:
+        drafter ([`DSparkModel`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): The target.
+        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
+        logits_processor, stopping_criteria: Of the call.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+    ):
+        self.candidate_generator = DSparkCandidateGenerator(
+            drafter,
+            target,
+            generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+        )
+        drafter.last_run = self.candidate_generator.statistics
+
+    def accept(
+        self, candidate_ids: torch.Tensor, candidate_logits: torch.Tensor, target_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        """Rejection sampling of one round: the tokens `[1, m + 1]` to append, and `m`.
+
+        Where the last draft ends the text and is kept, no bonus token follows it.
+        """
+        length = candidate_logits.shape[1]
+        drafts = candidate_ids[:, -length:]
+        lengths = torch.full((1,), length, device=drafts.device)
+        verdict = accept_sampled(drafts, candidate_logits, target_logits, lengths)
+        num_accepted = int(verdict.num_accepted)
+        if self.candidate_generator.ends_with_draft and num_accepted == length:
+            return drafts, length - 1
+        return torch.cat([drafts[:, :num_accepted], verdict.next_tokens[:, None]], dim=1), num_accepted
+
+
+__all__ = ["AssistedRun", "DSparkCandidateGenerator"]

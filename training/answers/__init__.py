@@ -1,0 +1,1 @@
+"""Answers of the target to prompts, in process or by a server."""

@@ -1,0 +1,1 @@
+"""What every command needs: files, records, targets, tables."""

@@ -1,0 +1,1 @@
+"""Recorded rounds, and what calibrates a confidence head on them."""

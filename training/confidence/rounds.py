@@ -1,0 +1,148 @@
+"""Record verification rounds of a drafter and its target: what calibration is fitted on.
+
+Every block is verified at full length, whatever the drafter's own schedule: a schedule that looks at confidence would
+leave out the very rounds that tell how well confidence is calibrated. A record of `rounds.jsonl` has `prompt` (its line
+number, from 0), and for each round `new_tokens`, `accepted`, `verified` and `logits`. Nothing is fitted here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+
+from modeling_dspark import DSparkModel, RunStatistics
+from modeling_dspark.engine_loop import Engine
+from modeling_dspark.schedule_policies import DraftSettings
+from training.confidence.scaling import Rounds
+from training.common.records import RecordFile
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be answered: its line in the prompts file, and its token ids."""
+
+    index: int
+    input_ids: tuple[int, ...]
+
+
+Recorder = Callable[[Sequence[Prompt]], Iterator[tuple[int, RunStatistics]]]
+
+
+def make_engine(drafter: DSparkModel, target: PreTrainedModel, temperature: float) -> Engine:
+    """A decoding engine that verifies every block at full length and keeps the confidence logits, if there are any."""
+    eos = target.generation_config.eos_token_id
+    sampling = temperature > 0
+    return Engine(
+        drafter,
+        target,
+        settings=DraftSettings(drafter.config.block_size, schedule="fixed", confidence_threshold=0.0),
+        do_sample=sampling,
+        logits_processor=LogitsProcessorList([TemperatureLogitsWarper(float(temperature))]) if sampling else None,
+        eos_token_ids=[] if eos is None else list(eos) if isinstance(eos, list) else [eos],
+        record_confidence=drafter.confidence_head is not None,
+    )
+
+
+def record(
+    engine: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[int, RunStatistics]]:
+    """Answer prompts, `batch_size` at a time; a finished one makes room for the next. Yields them as they finish."""
+    waiting = iter(prompts)
+    running: dict[int, tuple[int, Any]] = {}  # by identity; holding the request keeps its id from being used again
+    while True:
+        for prompt in islice(waiting, batch_size - len(running)):
+            input_ids = torch.tensor(prompt.input_ids, device=device)
+            request = engine.add_request(input_ids, max_new_tokens=max_new_tokens)
+            running[id(request)] = prompt.index, request
+        if not running:
+            return
+        for request in engine.step():
+            index, _ = running.pop(id(request))
+            yield index, request.statistics
+
+
+def judged(*, verified: int, accepted: int, new_tokens: int) -> tuple[int, int]:
+    """Drafts of a round that were verified and accepted, without those behind the end of the text.
+
+    A round without a token after its drafts ended the text at a kept draft; what stood behind that was neither kept nor
+    refused, and does not count as verified.
+    """
+    accepted = min(accepted, new_tokens)
+    return accepted if new_tokens <= accepted else verified, accepted
+
+
+def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confidence: bool = True) -> dict[str, list]:
+    """The rounds of one request that drafted (or all of them), as plain lists, with what was `judged`.
+
+    Args:
+        statistics (`RunStatistics`): What the engine counted.
+        all_rounds (`bool`, *optional*): Keep rounds without drafts too; they have no logits and verify nothing.
+        with_confidence (`bool`, *optional*): `False` for a drafter without a confidence head: no round has logits.
+
+    Raises:
+        ValueError: if there are not as many rows of logits as rounds that drafted.
+    """
+    num_drafting = sum(drafted > 0 for drafted in statistics.drafted)
+    rows = [row for row in statistics.confidence_logits if row] if with_confidence else [[]] * num_drafting
+    if len(rows) != num_drafting:
+        raise ValueError(f"{num_drafting} rounds drafted, but confidence was recorded for {len(rows)}.")
+    remaining = iter(rows)
+    recorded: dict[str, list] = {"new_tokens": [], "accepted": [], "verified": [], "logits": []}
+    for number, drafted in enumerate(statistics.drafted):
+        row = next(remaining) if drafted > 0 else []
+        if drafted == 0 and not all_rounds:
+            continue
+        new_tokens = statistics.new_tokens[number]
+        verified, accepted = judged(
+            verified=statistics.verified[number], accepted=statistics.accepted[number], new_tokens=new_tokens
+        )
+        for name, value in (("new_tokens", new_tokens), ("accepted", accepted), ("verified", verified)):
+            recorded[name].append(value)
+        recorded["logits"].append([round(float(value), 4) for value in row])
+    return recorded
+
+
+def record_to_file(
+    path: Path, settings: dict[str, Any], prompts: Sequence[Prompt], recorder: Recorder
+) -> list[dict[str, Any]]:
+    """Record the prompts that are not in the file yet; the records of all `prompts`, in their order.
+
+    Raises:
+        ValueError: if the file was made with other settings; names them.
+    """
+    file = RecordFile(path, settings, ("new_tokens", "accepted", "verified", "logits"))
+    pending = [prompt for prompt in prompts if prompt.index not in file.records]
+    with file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
+        bar.update(len(prompts) - len(pending))
+        for index, statistics in recorder(pending):
+            file.add({"prompt": index} | rounds_of(statistics))
+            bar.update()
+            bar.set_postfix(rounds=sum(len(each["accepted"]) for each in file.records.values()), refresh=False)
+    return [file.records[prompt.index] for prompt in prompts]
+
+
+def pad_logits(rows: Iterable[Sequence[float]], num_slots: int) -> torch.Tensor:
+    """Rows of logits as one fp64 tensor `[n, num_slots]`; a block that was drafted shorter is filled up with zeros."""
+    padded = [list(row[:num_slots]) + [0.0] * (num_slots - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.float64).reshape(-1, num_slots)
+
+
+def join(records: Sequence[dict[str, Any]], num_slots: int) -> Rounds:
+    """All rounds of some records; a block that was drafted shorter is filled up behind what was verified."""
+    columns = {
+        name: [each for record in records for each in record[name]] for name in ("accepted", "verified", "logits")
+    }
+    return Rounds.of(pad_logits(columns["logits"], num_slots), columns["accepted"], columns["verified"])
+
+
+__all__ = ["Prompt", "join", "judged", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]

@@ -1,0 +1,1 @@
+"""From conversations to batches of packed blocks."""

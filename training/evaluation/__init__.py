@@ -1,0 +1,1 @@
+"""What a drafter brings on sets of prompts, measured and reported."""

@@ -1,0 +1,67 @@
+"""The distributions that the loss compares, made for a few slots at a time from what is small: hidden states.
+
+Nothing here is of size `[n, V]`; `training.objective.losses` asks for chunks and drops them.
+
+Shapes: `n` supervised slots, `m` slots of a chunk, `P` positions of the batch, `D` hidden size, `V` vocabulary, `Vd` draft
+vocabulary, `r` Markov rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from modeling_dspark import DSparkModel
+from modeling_dspark.target_binding import TargetBinding
+
+
+@dataclass(frozen=True)
+class TargetDistribution:
+    """The frozen target's distribution at each slot.
+
+    Attributes:
+        binding ([`TargetBinding`]): The target's LM head.
+        last_hidden (`torch.Tensor` of shape `(P, D)`): After the final norm.
+        positions (`torch.LongTensor` of shape `(n,)`): The position that each slot is predicted from.
+        logsumexp (`torch.Tensor` of shape `(P,)`, *optional*):
+            Of the logits over the whole vocabulary. With it, a reduced draft vocabulary takes only its own rows of the LM
+            head; `None` computes it.
+    """
+
+    binding: TargetBinding
+    last_hidden: torch.Tensor
+    positions: torch.Tensor
+    logsumexp: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def probabilities(self, part: slice) -> torch.Tensor:
+        """`p` `[m, Vd]` in fp32; rows sum to less than 1 where the draft vocabulary is reduced."""
+        # A position serves several blocks, which are neighbours: its logits are computed once for a chunk.
+        positions, slots = self.positions[part].unique(return_inverse=True)
+        hidden, ids = self.last_hidden[positions], self.binding.draft_token_ids
+        if self.logsumexp is not None:
+            logits = self.binding.draft_logits(hidden).float()
+            return (logits - self.logsumexp[positions, None]).exp_()[slots]
+        logits = self.binding.target_logits(hidden).float()
+        if ids is None:
+            return logits.softmax(dim=-1)[slots]
+        return (logits[:, ids] - logits.logsumexp(dim=-1, keepdim=True)).exp_()[slots]
+
+
+def draft_logits(
+    drafter: DSparkModel, binding: TargetBinding, hidden: torch.Tensor, latent: torch.Tensor | None
+) -> torch.Tensor:
+    """`U + W2 @ latent` `[m, Vd]`: the borrowed LM head, soft-capped as the target's logits are, then the bias."""
+    logits = binding.draft_logits(hidden)
+    if latent is not None:
+        logits = logits + drafter.markov_head.bias(latent)  # type: ignore[union-attr]  # it made the latents
+    return logits
+
+
+def bias_parameters(drafter: DSparkModel) -> list[torch.nn.Parameter]:
+    """What `draft_logits` reads and training changes; adapters on `W2` included."""
+    if drafter.markov_head is None:
+        return []
+    return [parameter for parameter in drafter.markov_head.markov_w2.parameters() if parameter.requires_grad]
+
+
+__all__ = ["TargetDistribution", "bias_parameters", "draft_logits"]

@@ -1,0 +1,1 @@
+"""One training run: its options, its beginning, its course."""
