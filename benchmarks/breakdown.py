@@ -94,7 +94,7 @@ def _timed(pair: Pair, durations: Durations) -> Iterator[None]:
     wrapped = [
         (target, "forward", _timing(target.forward, durations[TARGET])),
         (drafter, "forward", _timing(drafter.forward, durations[BACKBONE])),
-        (drafting, "_slot_by_slot", _timing(drafting._slot_by_slot, durations[HEADS])),
+        (drafting, "_position_by_position", _timing(drafting._position_by_position, durations[HEADS])),
         (drafting, "fused_block", _timing(drafting.fused_block, durations[HEADS])),
         (drafter, "bind", timed_bind),
     ]

@@ -115,8 +115,8 @@ def describe(result: Result, dtype: str) -> str:
     return "\n".join(
         [
             f"  speed       plain {speeds[0]:.1f}, assisted {speeds[1]:.1f} tokens/s: {measurement.ratio():.2f}x",
-            f"  tau         {run.accepted_length:.2f} tokens a target forward (bonus token counted)",
-            f"  acceptance  {by_position(run.acceptance_by_position, run.tried_by_position)}   (by draft position)",
+            f"  tau         {run.acceptance_length:.2f} tokens a target forward (bonus token counted)",
+            f"  acceptance  {by_position(run.acceptance_rate_by_position, run.tried_by_position)}   (by draft position)",
             f"  output      {verdict(result.difference, len(measurement.tokens(PLAIN)), dtype)}",
         ]
     )
@@ -135,8 +135,8 @@ def summary(results: list[Result], options: argparse.Namespace) -> str:
             markdown_table(header, rows),
             "",
             f"speed-up (geometric mean over {len(results)} prompt{'s' * (len(results) > 1)}): {speed_up:.2f}x",
-            f"tau (pooled over {pooled.rounds} rounds, bonus token counted): {pooled.accepted_length:.2f}",
-            f"acceptance by position: {by_position(pooled.acceptance_by_position, pooled.tried_by_position)}",
+            f"tau (pooled over {pooled.rounds} rounds, bonus token counted): {pooled.acceptance_length:.2f}",
+            f"acceptance by position: {by_position(pooled.acceptance_rate_by_position, pooled.tried_by_position)}",
             _pooled_verdict([result.difference for result in results], options.dtype),
         ]
     )
@@ -165,7 +165,7 @@ def _row(result: Result) -> list[str]:
         f"{measurement.tokens_per_second(PLAIN):.1f}",
         f"{measurement.tokens_per_second(ASSISTED):.1f}",
         f"{measurement.ratio():.2f}x",
-        f"{measurement.run().accepted_length:.2f}",
+        f"{measurement.run().acceptance_length:.2f}",
         "yes" if result.difference is None else f"to token {result.difference.position}",
     ]
 

@@ -20,13 +20,13 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.packed import exit_status
 from benchmarks.lib.pair import DEFAULT_DRAFTER, check_drafter, describe_drafter, positive_int
 from benchmarks.lib.report import markdown_table, write_json
-from benchmarks.study import evaluation_sets, measure, num_answers
 from benchmarks.lib.work import check_work
+from benchmarks.study import evaluation_sets, measure, num_answers
 from modeling_dspark import DSparkModel
 from training.common.commands import HelpFormatter
+from training.common.targets import EMBEDDED_TARGET, load_target
 from training.regenerate import read_jsonl, write_atomically
 from training.run.resuming import last_whole_checkpoint
-from training.common.targets import EMBEDDED_TARGET, load_target
 
 
 HERE = Path(__file__).parent

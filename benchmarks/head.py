@@ -1,4 +1,4 @@
-"""Time the sequential head of a block: the fused operation against PyTorch's, and against reading `W2` once a slot.
+"""Time the sequential head of a block: the fused operation against PyTorch's, and against reading `W2` once a position.
 
     python -m benchmarks.head --threads 1
     python -m benchmarks.head --device cuda
@@ -37,12 +37,12 @@ CASES = {
     "cuda": {"vocabulary": [49152, 151936, 262144], "rows": [1, 4, 16, 64], "dtype": ["bfloat16"]},
 }
 DEFINITIONS = {
-    "torch_ms": "fastest block with the drafter's `head_step`, slot by slot",
+    "torch_ms": "fastest block with the drafter's `head_step`, position by position",
     "compiled_ms": "fastest block with the operation's PyTorch form under torch.compile",
     "fused_ms": "fastest block with `dspark::sequential_head`",
     "kernel_ms": "fastest call of its C++ alone; the rest of fused_ms is Python that packs arguments",
     "stepwise_ms": "fastest block with the same kernel in one launch a phase",
-    "floor_ms": "slots times the fastest reading (a sum) of a tensor of the size of W2",
+    "floor_ms": "positions times the fastest reading (a sum) of a tensor of the size of W2",
     "ratio": "torch_ms / fused_ms",
     "of_floor": "floor_ms / kernel_ms (fused_ms on a GPU): the share of the streaming bandwidth that is reached",
     "of_floor_median": "the same of the median turns, not the fastest",
@@ -59,7 +59,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=positive_int, nargs="+", metavar="R", help=f"rows of a block {_usual('rows')}")
     parser.add_argument("--rank", type=positive_int, default=256, metavar="N", help="of the sequential head")
-    parser.add_argument("--slots", type=positive_int, default=7, metavar="K", help="draft tokens of a block")
+    parser.add_argument("--positions", type=positive_int, default=7, metavar="K", help="draft tokens of a block")
     parser.add_argument(
         "--kinds", nargs="+", default=["vanilla"], choices=("vanilla", "gated", "rnn"), help="of sequential heads"
     )
@@ -87,10 +87,10 @@ def _usual(name: str) -> str:
     return f"(default: {', '.join(cases)})"
 
 
-def random_drafter(like: Any, *, vocabulary: int, rank: int, slots: int, kind: str, dtype: torch.dtype) -> Any:
+def random_drafter(like: Any, *, vocabulary: int, rank: int, positions: int, kind: str, dtype: torch.dtype) -> Any:
     """A drafter of the class of `like` with one small layer and heads of the given sizes."""
     fields = like.config.to_dict() | {
-        "vocab_size": vocabulary, "draft_vocab_size": None, "markov_rank": rank, "block_size": slots,
+        "vocab_size": vocabulary, "draft_vocab_size": None, "markov_rank": rank, "block_size": positions,
         "markov_head_type": kind, "num_hidden_layers": 1, "mask_token_id": 0, "confidence_temperatures": None,
         "default_num_assistant_tokens": None,
     }  # fmt: skip
@@ -103,15 +103,13 @@ def random_drafter(like: Any, *, vocabulary: int, rank: int, slots: int, kind: s
 Way = Callable[[], Any]
 
 
-def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: bool) -> dict[str, Way]:
+def ways(drafter: Any, *, rows: int, positions: int, temperature: float, compiled: bool) -> dict[str, Way]:
     """What takes turns."""
-    drafting, fused, reference = (
-        code_of(drafter, name) for name in ("draft_propose", "fused_head", "fused_torch")
-    )
+    drafting, fused, reference = (code_of(drafter, name) for name in ("draft_propose", "fused_head", "fused_torch"))
     weight = drafter.markov_head.markov_w2.weight
     place = {"dtype": weight.dtype, "device": weight.device}
-    base_logits = torch.randn(rows, slots, len(weight), **place)
-    hidden = torch.randn(rows, slots, drafter.config.hidden_size, **place)
+    base_logits = torch.randn(rows, positions, len(weight), **place)
+    hidden = torch.randn(rows, positions, drafter.config.hidden_size, **place)
     anchors = torch.randint(len(weight), (rows,), device=weight.device)
     heads = fused.fusable_heads(drafter, base_logits)
     if heads is None:
@@ -127,7 +125,7 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
         return logits.float() / temperature
 
     def torch_way() -> Any:
-        return drafting._slot_by_slot(
+        return drafting._position_by_position(
             drafter, hidden, base_logits, anchors, draw if temperature else None,
             state=None, do_sample=bool(temperature), generator=None,
         )  # fmt: skip
@@ -139,7 +137,7 @@ def ways(drafter: Any, *, rows: int, slots: int, temperature: float, compiled: b
     found: dict[str, Way] = {
         "torch": torch_way,
         "fused": fused_way,
-        "floor": lambda: [memory.sum() for _ in range(slots)],
+        "floor": lambda: [memory.sum() for _ in range(positions)],
     }
     if compiled:
         head = torch.compile(reference.head_in_torch, dynamic=False)
@@ -211,7 +209,7 @@ def measure(like: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tqdm(total=len(models) * len(cases), desc="Cases") as bar:
         for vocabulary, dtype, kind in models:
             torch.manual_seed(0)
-            sizes = {"vocabulary": vocabulary, "rank": options.rank, "slots": options.slots, "kind": kind}
+            sizes = {"vocabulary": vocabulary, "rank": options.rank, "positions": options.positions, "kind": kind}
             drafter = random_drafter(like, **sizes, dtype=getattr(torch, dtype)).to(options.device)
             for rows, temperature in cases:
                 case = {"rows": rows, "temperature": temperature}
@@ -223,7 +221,7 @@ def measure(like: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_case(drafter: Any, case: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """Fastest turns, and their ratios."""
     compiled = options.compiled and not case["temperature"]  # what is compiled is greedy
-    candidates = ways(drafter, **case, slots=options.slots, compiled=compiled)
+    candidates = ways(drafter, **case, positions=options.positions, compiled=compiled)
     taken = turns(candidates, options.repeats, on_gpu=options.device == "cuda")
     best = {name: min(values) for name, values in taken.items()}
     usual = {name: statistics.median(values) for name, values in taken.items()}

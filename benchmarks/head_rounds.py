@@ -1,4 +1,4 @@
-"""What the fused head brings to whole rounds of decoding: the same calls with it and with the heads slot by slot.
+"""What the fused head brings to whole rounds of decoding: the same calls with it and with the heads position by position.
 
     python -m benchmarks.head_rounds --threads 2
     python -m benchmarks.head_rounds --rows 1 --temperature 0 --pairs 100
@@ -33,12 +33,12 @@ from training.common.commands import HelpFormatter
 
 HERE = Path(__file__).parent
 VARIABLE = "DSPARK_FUSED_HEAD"
-SLOTS, FUSED = "slot by slot", "fused"
+SLOTS, FUSED = "position by position", "fused"
 DEFINITIONS = {
     "pairs": "pairs of neighbouring rounds, one of each way, all rows in both",
     "ms_a_round": "median milliseconds of a round, from the start of its draft to the start of the next one, by way",
     "heads_ms": "median milliseconds of a round that its sequential and confidence head take, by way",
-    "ratio": "median over pairs of (slot by slot / fused) of the round; above 1 the fused head is faster",
+    "ratio": "median over pairs of (position by position / fused) of the round; above 1 the fused head is faster",
     "interval": "95 % of that median by resampling the pairs",
 }
 
@@ -75,11 +75,11 @@ class Rounds:
     @contextmanager
     def of_call(self, drafting: Any) -> Iterator[None]:
         """While this lasts, a call is watched; `drafting` is the drafter's module of that name."""
-        names = ("draft_block", "fused_block", "_slot_by_slot")
+        names = ("draft_block", "fused_block", "_position_by_position")
         originals, environment_before = {name: getattr(drafting, name) for name in names}, os.environ.get(VARIABLE)
         drafting.draft_block = self._starting(drafting.draft_block)
         drafting.fused_block = self._timing(FUSED, drafting.fused_block)
-        drafting._slot_by_slot = self._timing(SLOTS, drafting._slot_by_slot)
+        drafting._position_by_position = self._timing(SLOTS, drafting._position_by_position)
         self._way = ""  # the time since the call before is no round
         try:
             yield

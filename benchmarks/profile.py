@@ -43,14 +43,14 @@ def tables(profile: Any, block_size: int) -> str:
         seconds = (profile.verify(count), profile.accept(count), profile.round_seconds(count, num_drafting=0))
         row = [count, *(f"{1000 * value:.2f}" for value in seconds), "-", "-"]
         if rows:
-            drafting = profile.round_seconds(count, num_drafting=rows, num_slots=block_size)
+            drafting = profile.round_seconds(count, num_drafting=rows, num_draft_positions=block_size)
             row[-2:] = [f"{1000 * drafting:.2f}", f"{1 / drafting:.2f}"]
         rounds.append(row)
     header = ["verified tokens B", "forward ms", "rest ms", "plain step ms", "whole blocks ms", "rounds/s"]
-    curves = (profile.draft, profile.slot, profile.draft_sampled, profile.slot_sampled)
+    curves = (profile.draft, profile.position, profile.draft_sampled, profile.position_sampled)
     drafts = [[count, *(f"{1000 * curve(count):.2f}" for curve in curves)] for count in profile.draft.counts]
     context = f"Each 1000 tokens of context that are read add {1e6 * profile.seconds_per_context:.3f} ms."
-    drafts_header = ["drafting rows", "greedy ms", "+ each slot", "sampled ms", "+ each slot"]
+    drafts_header = ["drafting rows", "greedy ms", "+ each position", "sampled ms", "+ each position"]
     parts = [markdown_table(header, rounds), markdown_table(drafts_header, drafts)]
     return "\n\n".join([*parts, context])
 
@@ -65,10 +65,11 @@ def plot_profile(profile: Any, path: str | Path, *, block_size: int, title: str)
     plain = [profile.round_seconds(count, num_drafting=0) for count in counts]
     whole = [count for count in counts if count > block_size]  # with fewer tokens there is no whole block
     drafting = [
-        profile.round_seconds(count, num_drafting=count // (block_size + 1), num_slots=block_size) for count in whole
+        profile.round_seconds(count, num_drafting=count // (block_size + 1), num_draft_positions=block_size)
+        for count in whole
     ]
     rows = profile.draft.counts
-    blocks = [profile.draft(count) + block_size * profile.slot(count) for count in rows]
+    blocks = [profile.draft(count) + block_size * profile.position(count) for count in rows]
     lines = (
         ("plain step, or verification, of B tokens", counts, plain, "black"),
         ("target forward of B tokens", counts, profile.verify.seconds, "tab:blue"),

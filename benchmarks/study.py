@@ -24,21 +24,21 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.baselines.replay import replay, replay_prompt_lookup
 from benchmarks.lib.environment import environment
 from benchmarks.lib.packed import exit_status, require_matplotlib
 from benchmarks.lib.pair import positive_int
 from benchmarks.lib.report import write_json
-from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from benchmarks.lib.study_report import COMPARED, OURS, plot_study, study_tables
 from benchmarks.lib.work import check_work
+from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from modeling_dspark import RunStatistics
 from training.common.commands import HelpFormatter
+from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.data.conversations import Conversation
 from training.evaluation.runs import read_sets
 from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
-from benchmarks.baselines.replay import replay, replay_prompt_lookup
 from training.run.resuming import last_whole_checkpoint
-from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.train import ARCHITECTURES
 
 
@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 DRAFTERS = tuple(name for members in GROUPS.values() for name in members)
 DEFINITIONS = {
     "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
-    "acceptance": "by slot: of the rounds that kept all drafts before it, the share that kept it; all sets",
+    "acceptance": "by position: of the rounds that kept all drafts before it, the share that kept it; all sets",
     "rounds": "of each answer, by set; those of the plain target are its tokens",
     "curve": "training steps, and tau of whole blocks at random anchors over the steps since the entry before",
     "train_seconds": "wall time of the training's last start, other work on the machine included",
@@ -183,8 +183,8 @@ def measure(drafter: Any, target: Any, sets: dict[str, list[Conversation]]) -> d
 def summary(runs: dict[str, RunStatistics]) -> dict[str, Any]:
     """What is kept of the rounds of all sets."""
     pooled = RunStatistics.pooled(next(iter(runs.values())).block_size, list(runs.values()))
-    tau = {name: round(run.accepted_length, 4) for name, run in (runs | {"all": pooled}).items()}
-    shares = zip(pooled.acceptance_by_position, pooled.tried_by_position, strict=True)
+    tau = {name: round(run.acceptance_length, 4) for name, run in (runs | {"all": pooled}).items()}
+    shares = zip(pooled.acceptance_rate_by_position, pooled.tried_by_position, strict=True)
     return {
         "tau": tau,
         "acceptance": [round(share, 4) if tried else None for share, tried in shares],

@@ -5,7 +5,7 @@
 
 A drafter that is run once a draft keeps more of its drafts, and takes longer over them. Here every drafter drafts behind
 the same context, and the target verifies what it drafts; all take turns in changing order. How many of `n` drafts are kept
-follows from the study's acceptance by slot, so each drafter is judged at every `n`, and at its best; those of further
+follows from the study's acceptance by position, so each drafter is judged at every `n`, and at its best; those of further
 folders, which were trained for longer, by the same times. Heads run in PyTorch, so that none has a kernel which another
 lacks.
 """
@@ -26,15 +26,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.baselines.autoregressive import EagleDrafter
 from benchmarks.lib.environment import environment
 from benchmarks.lib.packed import exit_status
 from benchmarks.lib.pair import positive_int
 from benchmarks.lib.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
-from modeling_dspark.model_cache import DSparkCache, cache_keyword
 from modeling_dspark.draft_propose import propose
+from modeling_dspark.model_cache import DSparkCache, cache_keyword
 from training.common.commands import HelpFormatter
-from benchmarks.baselines.autoregressive import EagleDrafter
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.train import ARCHITECTURES
 
@@ -46,7 +46,7 @@ NEW_TOKENS = 2  # context that is new to the drafter in a round
 DEFINITIONS = {
     "verify_ms": "median milliseconds of a target forward over so many tokens, behind the context",
     "draft_ms": "median milliseconds of drafting so many tokens, two tokens of context being new",
-    "tau": "tokens a round, at so many drafts: 1 and the products of the study's acceptance by slot",
+    "tau": "tokens a round, at so many drafts: 1 and the products of the study's acceptance by position",
     "speedup": "tau / (draft + verify) over 1 / (verify of one token), at so many drafts",
 }
 
@@ -172,7 +172,7 @@ def judged(acceptance: Sequence[float | None], draft: dict[int, float], verify: 
     kept, tau = 1.0, 1.0
     taus, speeds = [], []
     for n, share in enumerate(acceptance, start=1):
-        kept *= share or 0.0  # a slot that no round reached
+        kept *= share or 0.0  # a position that no round reached
         tau += kept
         taus.append(round(tau, 4))
         speeds.append(round(tau * verify[1] / (draft[n] + verify[n + 1]), 4))

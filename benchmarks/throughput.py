@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.baselines.references import TRANSFORMERS, start_references
 from benchmarks.lib.closed_loop import (
     PLAIN,
     ClosedLoop,
@@ -46,7 +47,6 @@ from benchmarks.lib.pair import (
     positive_int,
     target_label,
 )
-from benchmarks.baselines.references import TRANSFORMERS, start_references
 from benchmarks.lib.report import write_json
 from benchmarks.lib.throughput_summary import DEFINITIONS, level_table, summarize_level
 from training.common.commands import HelpFormatter

@@ -1,7 +1,7 @@
 """Time and memory of a training step and of its loss, against a naive PyTorch implementation of the same maths.
 
     python -m benchmarks.training_step --threads 1
-    python -m benchmarks.training_step --slots 256 --repeats 1 --output /tmp/training_step.json
+    python -m benchmarks.training_step --positions 256 --repeats 1 --output /tmp/training_step.json
 
 Both ways take turns in one process, in changing order, and the fastest turn of each counts. Peak memory is that of one
 forward and backward in a fresh process of each way: the most that is resident (`VmHWM`, set back before) above what is
@@ -23,17 +23,17 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.lib.environment import REPOSITORY, environment
-from benchmarks.memory import resident, settle
 from benchmarks.lib.packed import exit_status
 from benchmarks.lib.pair import positive_int
 from benchmarks.lib.report import markdown_table, write_json
 from benchmarks.lib.training_cases import NAIVE, OURS, WAYS, LossCase, StepCase
+from benchmarks.memory import resident, settle
 from training.common.commands import HelpFormatter
 
 
 HERE = Path(__file__).parent
 DEFINITIONS = {
-    "loss": "CE, total variation, acceptance and agreement of all slots, and gradients of hidden states, latents and W2",
+    "loss": "CE, total variation, acceptance and agreement of all positions, and gradients of hidden states, latents and W2",
     "step": "frozen target, draft backbone, heads, loss, backward and AdamW on one batch",
     "float32": "everything in fp32",
     "bfloat16": "target and LM head in bf16, the rest under autocast; trained weights and their gradients in fp32",
@@ -52,7 +52,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     loss = parser.add_argument_group("the loss alone")
     loss.add_argument("--vocabulary", type=positive_int, default=151936, metavar="V", help="size of the vocabulary")
-    loss.add_argument("--slots", type=positive_int, default=2048, metavar="N", help="supervised positions")
+    loss.add_argument("--positions", type=positive_int, default=2048, metavar="N", help="supervised positions")
     loss.add_argument("--hidden", type=positive_int, default=576, metavar="D", help="hidden size")
     loss.add_argument("--rank", type=positive_int, default=256, metavar="R", help="of the sequential head")
     step = parser.add_argument_group("the whole step (a random target with the shape of SmolLM2-135M)")
@@ -74,7 +74,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_case(part: str, dtype: str, options: argparse.Namespace, folder: str) -> LossCase | StepCase:
     """The loss, or a whole step."""
     if part == "loss":
-        sizes = {name: getattr(options, name) for name in ("slots", "vocabulary", "hidden", "rank")}
+        sizes = {name: getattr(options, name) for name in ("positions", "vocabulary", "hidden", "rank")}
         return LossCase(**sizes, dtype=dtype)
     sizes = {name: getattr(options, name) for name in ("sequences", "tokens", "anchors", "layers")}
     target = {"num_hidden_layers": options.target_layers}
@@ -99,7 +99,7 @@ def timed(case: LossCase | StepCase, repeats: int, bar: tqdm) -> dict[str, dict[
 
 def _warm_up(case: LossCase | StepCase, way: str) -> None:
     if isinstance(case, LossCase):
-        case.run(way, slots=8)
+        case.run(way, draft_positions=8)
     else:
         case.run(way)
     case.clear()
@@ -140,12 +140,12 @@ def measure(part: str, dtype: str, options: argparse.Namespace, argv: Sequence[s
     with tempfile.TemporaryDirectory() as folder:
         case = make_case(part, dtype, options, folder)
         found = timed(case, options.repeats, bar)
-    slots = options.slots if isinstance(case, LossCase) else case.num_slots
+    draft_positions = options.draft_positions if isinstance(case, LossCase) else case.num_draft_positions
     ours, naive = (found[way] for way in WAYS)
     return {
         "part": part,
         "dtype": dtype,
-        "slots": slots,
+        "positions": draft_positions,
         "vocabulary": options.vocabulary if part == "loss" else options.step_vocabulary,
         **{f"{way}_seconds": round(found[way]["seconds"], 3) for way in WAYS},
         "time_ratio": round(ours["seconds"] / naive["seconds"], 3),
@@ -157,11 +157,11 @@ def measure(part: str, dtype: str, options: argparse.Namespace, argv: Sequence[s
 
 def step_table(results: Sequence[dict[str, Any]]) -> str:
     """The cases as Markdown; what the documentation quotes."""
-    header = ["", "slots x vocabulary", "seconds: ours", "naive", "ratio", "peak MiB: ours", "naive", "ratio"]
+    header = ["", "positions x vocabulary", "seconds: ours", "naive", "ratio", "peak MiB: ours", "naive", "ratio"]
     rows = [
         [
             f"{case['part']}, {case['dtype']}",
-            f"{case['slots']:,} x {case['vocabulary']:,}",
+            f"{case['draft_positions']:,} x {case['vocabulary']:,}",
             f"{case['ours_seconds']:.2f}",
             f"{case['naive_seconds']:.2f}",
             f"{case['time_ratio']:.2f}",

@@ -7,17 +7,19 @@ Hub repository.
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
-from .schedule_costs import CostProfile
-from .generate_dispatch import install_dispatcher, remove_dispatcher
 from .draft_propose import Proposal
-from .engine_loop import Engine
-from .modeling_dspark import DSparkModel, DSparkOutput, DSparkPreTrainedModel
-from .schedule_policies import RoundView, Schedule
 from .engine_counts import RunStatistics
+from .engine_loop import Engine
+from .formats import foreign_arguments
+from .generate_dispatch import install_dispatcher, remove_dispatcher
+from .modeling_dspark import DSparkModel, DSparkOutput, DSparkPreTrainedModel
+from .schedule_costs import CostProfile
+from .schedule_policies import RoundView, Schedule
 
 
 __version__ = "0.1.0"
 
+DSparkModel.foreign_arguments = staticmethod(foreign_arguments)
 AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkModel, exist_ok=True)
 

@@ -58,21 +58,21 @@ class DSparkConfig(PreTrainedConfig):
         block_size (`int`, *optional*, defaults to `7`):
             Draft tokens of one block (`gamma` in the paper).
         sample_from_anchor (`bool`, *optional*, defaults to `True`):
-            Whether the first draft token comes from the anchor's own position, and each slot predicts the token after
-            it. `False` is DFlash's older layout: a slot predicts the token at its own position, and the anchor's none.
+            Whether the first draft token comes from the anchor's own position, and each position predicts the token after
+            it. `False` is DFlash's older layout: a position predicts the token at its own position, and the anchor's none.
         target_layer_ids (`list[int]`, *optional*, defaults to `[1, 9, 17, 25, 33]`):
             Tapped target layers, strictly increasing; id `i` is the output of layer `i` (`hidden_states[i + 1]`), `-1`
             the embedding output. The last layer cannot be tapped (Transformers returns it after the final norm).
         num_target_layers (`int`, *optional*, defaults to `36`):
             Layers of the target; `None` where a checkpoint of another format does not say.
-        mask_token_id (`int`, *optional*, defaults to `151669`): Token embedded at the slots after the anchor.
+        mask_token_id (`int`, *optional*, defaults to `151669`): Token embedded at the positions after the anchor.
         markov_rank (`int`, *optional*, defaults to `256`): Rank of the sequential head; 0 means none (plain DFlash).
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `vanilla`, `gated` or `rnn`.
         enable_confidence_head (`bool`, *optional*, defaults to `True`): Whether there is a confidence head.
         confidence_head_with_markov (`bool`, *optional*, defaults to `True`):
             Whether the confidence head sees the Markov embedding of the previous token; needs `markov_rank > 0`.
         confidence_temperatures (`list[float]`, *optional*):
-            Temperatures `T_k` of sequential temperature scaling, one a slot: `c_k = sigmoid(z_k / T_k)`.
+            Temperatures `T_k` of sequential temperature scaling, one a position: `c_k = sigmoid(z_k / T_k)`.
         draft_vocab_size (`int`, *optional*):
             Size of a reduced draft vocabulary; the buffer `d2t` maps it to the target's (`target = draft + d2t[draft]`).
             `None` means the whole vocabulary.
@@ -166,7 +166,7 @@ class DSparkConfig(PreTrainedConfig):
 
     @property
     def num_block_positions(self) -> int:
-        """Positions of a block in the backbone: its slots, and before them the anchor if that has none."""
+        """Positions of a block in the backbone: its positions, and before them the anchor if that has none."""
         return self.block_size + (not self.sample_from_anchor)
 
     def _check_sizes(self) -> None:

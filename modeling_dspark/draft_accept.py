@@ -1,6 +1,6 @@
 """Which draft tokens the target keeps, and what follows them: pure functions, any number of rows.
 
-Shapes: `R` rows, `K` draft slots (ragged rows are padded; `lengths` tells how many count), `V` vocabulary, `Vd` draft
+Shapes: `R` rows, `K` draft positions (ragged rows are padded; `lengths` tells how many count), `V` vocabulary, `Vd` draft
 vocabulary.
 """
 
@@ -14,7 +14,7 @@ _BLOCK = 256  # columns
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Acceptance:
     """Outcome of one round.
 
     Attributes:
@@ -26,7 +26,7 @@ class Verdict:
     next_tokens: torch.Tensor
 
 
-def accept_greedy(draft_tokens: torch.Tensor, choices: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+def accept_greedy(draft_tokens: torch.Tensor, choices: torch.Tensor, lengths: torch.Tensor) -> Acceptance:
     """Keep draft tokens while they are the target's choices.
 
     Args:
@@ -35,7 +35,7 @@ def accept_greedy(draft_tokens: torch.Tensor, choices: torch.Tensor, lengths: to
         lengths (`torch.LongTensor` of shape `(R,)`): Drafts that were verified in each row.
     """
     num_accepted = _leading(draft_tokens == choices[:, :-1], lengths)
-    return Verdict(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
+    return Acceptance(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
 
 
 def accept_sampled(
@@ -48,7 +48,7 @@ def accept_sampled(
     draft_token_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> Verdict:
+) -> Acceptance:
     """Rejection sampling (Leviathan et al. 2023, Algorithm 1): the output is distributed as the target's.
 
     Accept `d_k` iff `u < p_k(d_k) / q_k(d_k)`, strictly, so that a token of zero target probability is never kept; on
@@ -66,25 +66,25 @@ def accept_sampled(
         positions (`torch.LongTensor` of shape `(R, K + 1)`, *optional*): Rows of packed `target_logits`.
         generator (`torch.Generator`, *optional*): Source of randomness.
     """
-    rows, num_slots = draft_tokens.shape
+    rows, num_draft_positions = draft_tokens.shape
     device = target_logits.device
     if positions is None:
         target_logits = target_logits.flatten(0, 1)
-        positions = torch.arange(rows * (num_slots + 1), device=device).view(rows, num_slots + 1)
+        positions = torch.arange(rows * (num_draft_positions + 1), device=device).view(rows, num_draft_positions + 1)
     p = target_logits.float().softmax(dim=-1)
     num_accepted = torch.zeros(rows, dtype=torch.long, device=device)
     columns = draft_tokens if draft_columns is None else draft_columns
-    if num_slots:
+    if num_draft_positions:
         q = draft_logits.float().softmax(dim=-1)
         p_draft, q_draft = p[positions[:, :-1], draft_tokens], q.gather(2, columns[..., None]).squeeze(2)
-        uniform = torch.rand(rows, num_slots, device=device, generator=generator)
+        uniform = torch.rand(rows, num_draft_positions, device=device, generator=generator)
         num_accepted = _leading(uniform * q_draft < p_draft, lengths)
     weights = p_next = p[positions.gather(1, num_accepted[:, None]).squeeze(1)]
-    if num_slots:
+    if num_draft_positions:
         rejected = num_accepted < lengths
-        q_next = q[torch.arange(rows, device=device), num_accepted.clamp(max=num_slots - 1)]
+        q_next = q[torch.arange(rows, device=device), num_accepted.clamp(max=num_draft_positions - 1)]
         weights = torch.where(rejected[:, None], _residual(p_next, q_next, draft_token_ids), p_next)
-    return Verdict(num_accepted, draw(weights, generator))
+    return Acceptance(num_accepted, draw(weights, generator))
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -123,9 +123,9 @@ def _residual(p: torch.Tensor, q: torch.Tensor, draft_token_ids: torch.Tensor | 
 
 
 def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Number of leading accepted slots among the first `lengths[r]` of each row."""
+    """Number of leading accepted positions among the first `lengths[r]` of each row."""
     verified = torch.arange(accepted.shape[1], device=accepted.device) < lengths[:, None]
     return (accepted & verified).int().cumprod(dim=1).sum(dim=1)
 
 
-__all__ = ["Verdict", "accept_greedy", "accept_sampled", "draw"]
+__all__ = ["Acceptance", "accept_greedy", "accept_sampled", "draw"]

@@ -3,7 +3,7 @@
 `propose` knows neither schedules nor verification; it returns what they need. The distribution a draft token is drawn
 from is the one that is returned.
 
-Shapes: `R` rows, `C` new context positions, `K` slots, `L` tapped layers, `D` hidden size, `V` vocabulary.
+Shapes: `R` rows, `C` new context positions, `K` positions, `L` tapped layers, `D` hidden size, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .model_cache import DSparkCache
+from .draft_accept import draw
 from .fused_head import BlockTokens, fusable_heads, fused_block
+from .model_cache import DSparkCache
 from .model_heads import calibrated_confidence
 from .target_binding import TargetBinding
-from .draft_accept import draw
 
 
 _UNDRAFTABLE = -1e30  # finite after any sensible temperature, and of no weight in a softmax
@@ -116,7 +116,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     num_tokens: int | None = None,
     do_sample: bool = False,
     logits_processor: LogitsProcessor | None = None,
-    treats_tokens_alike: bool = False,
+    is_vocabulary_invariant: bool = False,
     temperature: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Proposal:
@@ -124,11 +124,11 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
 
     Args:
         drafter, binding, features, anchor_tokens, cache, context_lengths: As for `draft_block`.
-        num_tokens (`int`, *optional*): Slots to draft, at most `block_size` (the default).
+        num_tokens (`int`, *optional*): Positions to draft, at most `block_size` (the default).
         do_sample (`bool`, *optional*, defaults to `False`): Draw from `q` instead of taking its argmax.
         logits_processor (callable, *optional*):
-            Called at each slot with the draft tokens `[R, k]` before it and its logits `[R, V]`; returns logits.
-        treats_tokens_alike (`bool`, *optional*, defaults to `False`):
+            Called at each position with the draft tokens `[R, k]` before it and its logits `[R, V]`; returns logits.
+        is_vocabulary_invariant (`bool`, *optional*, defaults to `False`):
             Whether the processor does not look at which token a logit belongs to; it then gets those of a reduced draft
             vocabulary as they are, `[R, Vd]`.
         temperature (`float`, *optional*):
@@ -152,7 +152,7 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
     base_logits = binding.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
     anchors = anchor_tokens.to(hidden.device)
     level = 1.0 if logits_processor is None else temperature
-    state = state_before_slots(drafter, block[:, 0], anchors)
+    state = state_before_positions(drafter, block[:, 0], anchors)
     heads = None if level is None or state is not None else fusable_heads(drafter, base_logits)
     if heads is not None and level is not None:
         level = level if do_sample else 0.0
@@ -160,15 +160,17 @@ def propose(  # noqa: D417 - six arguments are those of `draft_block`
         return _proposal(drafter, hidden, base_logits, made)
     processor = None
     if logits_processor is not None or do_sample:
-        processor = partial(_processed, drafter, logits_processor=logits_processor, in_full=not treats_tokens_alike)
-    made = _slot_by_slot(
+        processor = partial(
+            _processed, drafter, logits_processor=logits_processor, in_full=not is_vocabulary_invariant
+        )
+    made = _position_by_position(
         drafter, hidden, base_logits, anchors, processor, state=state, do_sample=do_sample, generator=generator
     )
     return _proposal(drafter, hidden, base_logits, made)
 
 
-def state_before_slots(drafter: Any, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
-    """State of the `rnn` head before the first slot `[..., r]`, or `None` where a block starts without one.
+def state_before_positions(drafter: Any, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
+    """State of the `rnn` head before the first position `[..., r]`, or `None` where a block starts without one.
 
     In the older layout the anchor has a position of its own, which drafts nothing; the state passes over it.
 
@@ -208,7 +210,7 @@ def _at_once(
     return made._replace(columns=columns, tokens=drafter.to_target_ids(columns), logits=logits)
 
 
-def _slot_by_slot(
+def _position_by_position(
     drafter: Any,
     hidden: torch.Tensor,
     base_logits: torch.Tensor,
@@ -225,8 +227,8 @@ def _slot_by_slot(
     columns: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     confidences: list[torch.Tensor] = []
-    for slot in range(hidden.shape[1]):
-        step = drafter.head_step(hidden[:, slot], base_logits[:, slot], previous, state)
+    for position in range(hidden.shape[1]):
+        step = drafter.head_step(hidden[:, position], base_logits[:, position], previous, state)
         state = step.state
         scores = step.logits if processor is None else processor(step.logits, tokens)
         columns.append(draw(scores.softmax(dim=-1), generator) if do_sample else argmax(scores))
@@ -261,7 +263,7 @@ def _processed(
     *,
     in_full: bool,
 ) -> torch.Tensor:
-    """The user's processors on one slot `[R, Vd]`: the logits of what is drawn from, in fp32.
+    """The user's processors on one position `[R, Vd]`: the logits of what is drawn from, in fp32.
 
     Processors see a finite value at tokens that cannot be drafted, since some of them fail on a row without any finite
     value. A row that is left without a token (or is not a number) proposes the first one for certain.
@@ -309,4 +311,4 @@ def _proposal(drafter: Any, hidden: torch.Tensor, base_logits: torch.Tensor, mad
     )
 
 
-__all__ = ["LogitsProcessor", "Proposal", "argmax", "draft_block", "propose", "state_before_slots"]
+__all__ = ["LogitsProcessor", "Proposal", "argmax", "draft_block", "propose", "state_before_positions"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 
-_LISTS = ("drafted", "verified", "accepted", "new_tokens", "parked")
+_LISTS = ("drafted", "verified", "accepted", "new_tokens", "plain")
 
 
 @dataclass
@@ -13,12 +13,12 @@ class RunStatistics:
     A round of a request is one target forward that it took part in; every list has one entry a round.
 
     Attributes:
-        block_size (`int`): Draft slots of the drafter.
+        block_size (`int`): Draft positions of the drafter.
         drafted (`list[int]`): Draft tokens made.
         verified (`list[int]`): Draft tokens the target verified.
         accepted (`list[int]`): Draft tokens kept.
         new_tokens (`list[int]`): Tokens produced, bonus and replacement tokens included.
-        parked (`list[bool]`): Whether drafting stepped aside for this request.
+        plain (`list[bool]`): Whether drafting stepped aside for this request.
         confidence_logits (`list[list[float]]`): Raw logits of the confidence head, where they were asked for.
         requests (`list[RunStatistics]`): The same per request, in the order of the batch.
     """
@@ -28,7 +28,7 @@ class RunStatistics:
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
-    parked: list[bool] = field(default_factory=list)
+    plain: list[bool] = field(default_factory=list)
     confidence_logits: list[list[float]] = field(default_factory=list)
     requests: list["RunStatistics"] = field(default_factory=list)
 
@@ -46,50 +46,50 @@ class RunStatistics:
         return len(self.new_tokens)
 
     @property
-    def parked_rounds(self) -> int:
+    def plain_rounds(self) -> int:
         """Rounds in which drafting stepped aside."""
-        return sum(self.parked)
+        return sum(self.plain)
 
     @property
-    def accepted_length(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens a round yields (tau): pooled over rounds, bonus tokens counted."""
         return sum(self.new_tokens) / self.rounds if self.rounds else 0.0
 
     @property
-    def verification_budget(self) -> float:
+    def mean_verified_tokens(self) -> float:
         """Draft tokens verified in a round, on average."""
         return sum(self.verified) / self.rounds if self.rounds else 0.0
 
     @property
     def drafted_by_position(self) -> list[int]:
-        """Draft tokens made at each slot."""
+        """Draft tokens made at each position."""
         return self._reaching(self.drafted)
 
     @property
     def verified_by_position(self) -> list[int]:
-        """Draft tokens verified at each slot."""
+        """Draft tokens verified at each position."""
         return self._reaching(self.verified)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Draft tokens kept at each slot."""
+        """Draft tokens kept at each position."""
         return self._reaching(self.accepted)
 
     @property
     def tried_by_position(self) -> list[int]:
-        """Rounds in which the slot was verified and all slots before it were kept."""
+        """Rounds in which the position was verified and all positions before it were kept."""
         rounds = list(zip(self.verified, self.accepted, strict=True))
-        return [sum(v > slot and a >= slot for v, a in rounds) for slot in range(self.block_size)]
+        return [sum(v > position and a >= position for v, a in rounds) for position in range(self.block_size)]
 
     @property
-    def acceptance_by_position(self) -> list[float]:
-        """Conditional acceptance at each slot (0 where it was never tried)."""
+    def acceptance_rate_by_position(self) -> list[float]:
+        """Conditional acceptance at each position (0 where it was never tried)."""
         pairs = zip(self.accepted_by_position, self.tried_by_position, strict=True)
         return [kept / tried if tried else 0.0 for kept, tried in pairs]
 
-    def add_round(self, *, drafted: int, verified: int, accepted: int, new_tokens: int, parked: bool = False) -> None:
+    def add_round(self, *, drafted: int, verified: int, accepted: int, new_tokens: int, plain: bool = False) -> None:
         """Count one round."""
-        for name, value in zip(_LISTS, (drafted, verified, accepted, new_tokens, parked), strict=True):
+        for name, value in zip(_LISTS, (drafted, verified, accepted, new_tokens, plain), strict=True):
             getattr(self, name).append(value)
 
     def extend(self, other: "RunStatistics") -> None:
@@ -98,7 +98,7 @@ class RunStatistics:
             getattr(self, name).extend(getattr(other, name))
 
     def _reaching(self, counts: list[int]) -> list[int]:
-        return [sum(count > slot for count in counts) for slot in range(self.block_size)]
+        return [sum(count > position for count in counts) for position in range(self.block_size)]
 
 
 __all__ = ["RunStatistics"]

@@ -2,7 +2,7 @@
 
 The drafter's rows have an order of their own: those that draft in a round come first, so that the backbone reads views.
 
-Shapes: `R` rows of the target, `Q` most tokens of a row, `K` draft slots, `L` tapped layers, `D` hidden size.
+Shapes: `R` rows of the target, `Q` most tokens of a row, `K` draft positions, `L` tapped layers, `D` hidden size.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .model_cache import DSparkCache
-from .schedule_costs import CostProfile
 from .draft_propose import LogitsProcessor, Proposal, propose
-from .schedule_gate import BlockLength, Parking
 from .engine_processors import RowProcessors
 from .engine_request import Request
+from .model_cache import DSparkCache
+from .schedule_costs import CostProfile
+from .schedule_gate import BlockLength, DraftGate
 from .schedule_policies import DraftSettings, RoundView, checked_lengths, make_schedule
-from .target_binding import rounding
+from .target_binding import token_buckets
 
 
 logger = logging.get_logger(__name__)
@@ -33,15 +33,15 @@ class Round:
 
     Attributes:
         drafting (`list[Request]`): Requests that drafted, in the order of the drafter's rows.
-        parked (`set[int]`): Indices of the requests that could have drafted and stepped aside.
-        num_drafted (`int`): Slots drafted for each.
+        plain (`set[int]`): Indices of the requests that could have drafted and stepped aside.
+        num_drafted (`int`): Positions drafted for each.
         proposal ([`Proposal`], *optional*): Their drafts; `None` in a plain step.
         counts (`list[int]`): Tokens to verify in each row of the target, anchors included.
         tokens (`torch.LongTensor` of shape `(R, Q)`): Anchor and drafts of each row of the target.
     """
 
     drafting: list[Request]
-    parked: set[int]
+    plain: set[int]
     num_drafted: int
     proposal: Proposal | None
     counts: list[int]
@@ -81,7 +81,7 @@ class BlockDrafter:
         self.settings, self.costs, self.processors = settings, costs, processors
         self.do_sample, self.generator = do_sample, generator
         self.schedule = make_schedule(settings)
-        self._round_up = rounding(target)
+        self._token_bucket = token_buckets(target)
         if self.schedule.needs_costs and costs is None:
             raise ValueError(
                 f"The schedule {settings.schedule!r} needs `costs`: pass `costs=drafter.profile(target)`, or choose "
@@ -94,9 +94,9 @@ class BlockDrafter:
                 "`drafter.profile(target, refresh=True)`."
             )
         self.cache = DSparkCache(num_rows=0, max_length=max_length)
-        self._parking = Parking() if self.schedule.needs_costs else None
+        self._gate = DraftGate() if self.schedule.needs_costs else None
         self._block_length = BlockLength(settings.num_assistant_tokens)
-        self._last_slots = settings.num_assistant_tokens
+        self._last_positions = settings.num_assistant_tokens
         self._order: list[Request] = []  # of the cache's rows
 
     @property
@@ -135,17 +135,19 @@ class BlockDrafter:
         anchors = torch.tensor([request.anchor for request in active], device=device)[:, None]
         candidates = [request for request in active if caps[request.index] > 0]
         drafting = self._admitted(candidates, len(active), context)
-        parked = {request.index for request in candidates} - {request.index for request in drafting}
+        plain = {request.index for request in candidates} - {request.index for request in drafting}
         if not drafting:
-            return Round([], parked, 0, None, [1] * len(active), anchors)
-        num_slots = self._num_slots(len(active), len(drafting), context)
-        limits = [min(caps[request.index], num_slots) for request in drafting]
+            return Round([], plain, 0, None, [1] * len(active), anchors)
+        num_draft_positions = self._num_positions(len(active), len(drafting), context)
+        limits = [min(caps[request.index], num_draft_positions) for request in drafting]
         proposal = self._propose(drafting, max(limits))
         view = RoundView(
             self._confidence(proposal, limits),
             len(active),
-            None if self.costs is None else lambda tokens: self._seconds(tokens, len(drafting), num_slots, context),
-            self._round_up,
+            None
+            if self.costs is None
+            else lambda tokens: self._seconds(tokens, len(drafting), num_draft_positions, context),
+            self._token_bucket,
         )
         lengths = checked_lengths(self.schedule, view)
         counts = [1] * len(active)
@@ -154,21 +156,21 @@ class BlockDrafter:
         tokens = anchors.repeat(1, 1 + max(lengths))
         rows = torch.tensor([request.row for request in drafting], device=device)
         tokens[rows, 1:] = proposal.tokens[:, : max(lengths)].to(device)
-        return Round(drafting, parked, max(limits), proposal, counts, tokens)
+        return Round(drafting, plain, max(limits), proposal, counts, tokens)
 
     def record(self, request: Request, *, drafted: int, accepted: int, verified: int) -> None:
         """Count what a drafting round brought a request."""
-        if self._parking is not None:
-            self._block_length.record(num_slots=drafted, accepted=accepted, verified=verified)
-            self._parking.record(request.estimate, accepted=accepted, verified=verified)
+        if self._gate is not None:
+            self._block_length.record(num_draft_positions=drafted, accepted=accepted, verified=verified)
+            self._gate.record(request.estimate, accepted=accepted, verified=verified)
 
     def _admitted(self, candidates: list[Request], num_rows: int, context: int) -> list[Request]:
         """The candidates that draft in this round, moved to the first rows of the cache."""
-        if self._parking is not None and candidates:
-            admitted = self._parking.admit(
+        if self._gate is not None and candidates:
+            admitted = self._gate.admit(
                 [request.estimate for request in candidates],
                 num_rows=num_rows,
-                seconds=lambda tokens, drafting: self._seconds(tokens, drafting, self._last_slots, context),
+                seconds=lambda tokens, drafting: self._seconds(tokens, drafting, self._last_positions, context),
             )
             candidates = [candidates[index] for index in admitted]
         chosen = {request.index for request in candidates}
@@ -178,15 +180,15 @@ class BlockDrafter:
                 self._swap(row, outside.pop())
         return self._order[: len(chosen)]
 
-    def _num_slots(self, num_rows: int, num_drafting: int, context: int) -> int:
-        """Slots to draft: all that are allowed, or where costs are weighed as many as have paid."""
-        if self._parking is not None:
-            self._last_slots = self._block_length.choose(
+    def _num_positions(self, num_rows: int, num_drafting: int, context: int) -> int:
+        """Positions to draft: all that are allowed, or where costs are weighed as many as have paid."""
+        if self._gate is not None:
+            self._last_positions = self._block_length.choose(
                 num_rows=num_rows,
                 num_drafting=num_drafting,
-                seconds=lambda tokens, slots: self._seconds(tokens, num_drafting, slots, context),
+                seconds=lambda tokens, positions: self._seconds(tokens, num_drafting, positions, context),
             )
-        return self._last_slots
+        return self._last_positions
 
     def _swap(self, one: int, other: int) -> None:
         self.cache.swap_rows(one, other)
@@ -217,7 +219,7 @@ class BlockDrafter:
             num_tokens=num_tokens,
             do_sample=self.do_sample,
             logits_processor=self._processor(drafting) if self.processors else None,
-            treats_tokens_alike=self.processors.treat_tokens_alike,
+            is_vocabulary_invariant=self.processors.is_vocabulary_invariant,
             temperature=self.processors.temperature,
             generator=self.generator,
         )
@@ -226,7 +228,7 @@ class BlockDrafter:
         return proposal
 
     def _processor(self, drafting: list[Request]) -> LogitsProcessor:
-        """The user's processors; a slot's prefix is the text and the drafts before it."""
+        """The user's processors; a position's prefix is the text and the drafts before it."""
         rows, texts = [request.index for request in drafting], [request.text for request in drafting]
 
         def process(drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -238,18 +240,18 @@ class BlockDrafter:
         return process
 
     def _confidence(self, proposal: Proposal, limits: list[int]) -> list[list[float]]:
-        """Confidences of the slots that may be verified; syncs where a schedule reads them."""
+        """Confidences of the positions that may be verified; syncs where a schedule reads them."""
         if not self.schedule.needs_confidence:
             return [[1.0] * limit for limit in limits]
         values = proposal.confidence.tolist()  # type: ignore[union-attr]  # the settings refuse it without a head
         return [row[:limit] for row, limit in zip(values, limits, strict=True)]
 
-    def _seconds(self, tokens: float, num_drafting: int, num_slots: int, context: int) -> float:
+    def _seconds(self, tokens: float, num_drafting: int, num_draft_positions: int, context: int) -> float:
         costs: CostProfile = self.costs  # type: ignore[assignment]  # checked at construction
         return costs.round_seconds(
             tokens,
             num_drafting=num_drafting,
-            num_slots=num_slots,
+            num_draft_positions=num_draft_positions,
             context=context,
             do_sample=self.do_sample,
         )

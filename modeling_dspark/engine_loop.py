@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .engine_counts import RunStatistics
 from .engine_drafts import BlockDrafter, Round
-from .schedule_costs import CostProfile
-from .target_packed import PackedOutput, PackedTarget, why_not_packable
-from .target_packing import PackedPlan
 from .engine_processors import RowProcessors, StopConditions
 from .engine_request import Request
-from .schedule_policies import DraftSettings, resolve_settings
 from .engine_tokens import Scores, TokenSelector
-from .engine_counts import RunStatistics
+from .schedule_costs import CostProfile
+from .schedule_policies import DraftSettings, resolve_settings
+from .target_packed import PackedOutput, PackedTarget, why_not_packable
+from .target_packing import PackedPlan
 
 
 _PREFILL_TOKENS = 2048  # prompt tokens in one forward: more saves nothing and costs memory
@@ -297,7 +297,7 @@ class Engine:
             verified=verified,
             accepted=num_accepted,
             new_tokens=num_new,
-            parked=request.index in drafts.parked,
+            plain=request.index in drafts.plain,
         )
         if draft_row is None:
             return
@@ -355,9 +355,9 @@ class Engine:
 def _prefixes(active: list[Request], drafts: Round) -> Callable[[], list[torch.Tensor]]:
     """The prefix of every packed position: the text, then the drafts before the position."""
     return lambda: [
-        torch.cat([request.text, drafts.tokens[row, 1 : 1 + slot]])
+        torch.cat([request.text, drafts.tokens[row, 1 : 1 + position]])
         for row, request in enumerate(active)
-        for slot in range(drafts.counts[row])
+        for position in range(drafts.counts[row])
     ]
 
 

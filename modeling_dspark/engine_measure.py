@@ -21,12 +21,12 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .schedule_costs import CostProfile, Curve
 from .engine_loop import Engine
-from .fused_build import cache_folder
-from .fused_head import fusable_heads
 from .engine_processors import RowProcessors
 from .engine_request import Request
+from .fused_build import cache_folder
+from .fused_head import fusable_heads
+from .schedule_costs import CostProfile, Curve
 from .schedule_policies import DraftSettings, RoundView, Schedule
 from .target_binding import input_device
 
@@ -51,7 +51,7 @@ class _Task(NamedTuple):
     kind: str
     rows: int
     length: int
-    num_slots: int
+    num_draft_positions: int
     context: int = _CONTEXT
 
     @property
@@ -231,9 +231,9 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
     for suffix, by_rows in _drafting(fastest).items():
         for rows, seconds in by_rows.items():
             few, many = min(seconds), max(seconds)
-            slot = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
-            points[f"draft{suffix}"][rows] = [max(seconds[few] - few * slot, 0.1 * seconds[few])]
-            points[f"slot{suffix}"][rows] = [slot + padding.get(rows, 0.0)]
+            position = max((seconds[many] - seconds[few]) / max(many - few, 1), 1e-9)
+            points[f"draft{suffix}"][rows] = [max(seconds[few] - few * position, 0.1 * seconds[few])]
+            points[f"position{suffix}"][rows] = [position + padding.get(rows, 0.0)]
     curves: dict[str, Any] = {name: _curve(points[name], local=False) for name in points}
     return CostProfile(verify=verify, seconds_per_context=per_context, key=key, **curves)
 
@@ -241,21 +241,21 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
 def _seconds_per_context(fastest: dict[_Task, tuple[float, ...]]) -> float:
     """What a token of context adds to the target's forward."""
     long = max((task for task in fastest if task.kind == "long"), key=lambda task: task.rows)
-    short = next(task for task in fastest if task[:4] == ("greedy", long.rows, 0, long.num_slots))
+    short = next(task for task in fastest if task[:4] == ("greedy", long.rows, 0, long.num_draft_positions))
     return max(fastest[long][1] - fastest[short][1], 0.0) / (long.rows * (long.context - short.context))
 
 
 def _drafting(fastest: dict[_Task, tuple[float, ...]]) -> dict[str, dict[int, dict[int, float]]]:
-    """Seconds of drafting, by way of decoding, rows and slots."""
+    """Seconds of drafting, by way of decoding, rows and positions."""
     seconds: dict[str, dict[int, dict[int, float]]] = {"": defaultdict(dict), "_sampled": defaultdict(dict)}
     for task, (drafting, _, _) in fastest.items():
-        by_slots = seconds["_sampled" if task.kind == "sampled" else ""][task.rows]
-        by_slots[task.num_slots] = min(drafting, by_slots.get(task.num_slots, drafting))
+        by_positions = seconds["_sampled" if task.kind == "sampled" else ""][task.rows]
+        by_positions[task.num_draft_positions] = min(drafting, by_positions.get(task.num_draft_positions, drafting))
     return seconds
 
 
 def _padding(fastest: dict[_Task, tuple[float, ...]], verify: Curve, per_context: float) -> dict[int, float]:
-    """By rows: what a slot costs beyond its token, since attention pads short rows to the longest one."""
+    """By rows: what a position costs beyond its token, since attention pads short rows to the longest one."""
     padding = {}
     for task, (_, verifying, _) in fastest.items():
         if task.kind == "ragged":
@@ -279,7 +279,8 @@ class _Given(Schedule):
 
     def lengths(self, view: RoundView) -> list[int]:
         return [
-            0 if self.ragged and row else min(self.length, len(slots)) for row, slots in enumerate(view.confidence)
+            0 if self.ragged and row else min(self.length, len(positions))
+            for row, positions in enumerate(view.confidence)
         ]
 
 
@@ -299,7 +300,7 @@ class _Bench:
         self._schedule.length = task.length
         self._schedule.ragged = task.kind == "ragged"
         self._prepare(task.rows, task.context)
-        settings = DraftSettings(task.num_slots, self._schedule, 0.0)
+        settings = DraftSettings(task.num_draft_positions, self._schedule, 0.0)
         self._engine.drafting.settings = settings
         engine, active = self._engine, self._requests[: task.rows]
         begun = self._now()

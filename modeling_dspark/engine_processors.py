@@ -69,7 +69,7 @@ class RowProcessors:
         return LogitsProcessorList(p for p in self._processors if _is_known(p, _PREFIX_FREE | _ROW_FREE))
 
     @property
-    def treat_tokens_alike(self) -> bool:
+    def is_vocabulary_invariant(self) -> bool:
         """Whether none of them looks at the prefix, or at which token a logit belongs to."""
         return all(_is_known(item, _PREFIX_FREE - {"SuppressTokensLogitsProcessor"}) for item in self._processors)
 

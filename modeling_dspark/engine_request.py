@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .schedule_gate import RequestEstimate
 from .engine_counts import RunStatistics
+from .schedule_gate import RequestEstimate
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Tokens from the target's logits: the user's processors, then the argmax or a draw, for all positions at once.
 
-Shapes: `R` rows, `N` packed positions, `K` draft slots, `V` vocabulary.
+Shapes: `R` rows, `N` packed positions, `K` draft positions, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .engine_drafts import Round
+from .draft_accept import Acceptance, accept_greedy, accept_sampled, draw
 from .draft_propose import argmax
-from .target_packing import PackedPlan
+from .engine_drafts import Round
 from .engine_processors import RowProcessors
-from .draft_accept import Verdict, accept_greedy, accept_sampled, draw
+from .target_packing import PackedPlan
 
 
 class Scores(NamedTuple):
@@ -56,7 +56,7 @@ class TokenSelector:
         """A token `[P]` from each row of processed logits `[P, V]`, where nothing was drafted."""
         return draw(processed.softmax(dim=-1), self.generator) if self.do_sample else argmax(processed)
 
-    def verdict(self, drafts: Round, plan: PackedPlan, processed: torch.Tensor) -> Verdict:
+    def verdict(self, drafts: Round, plan: PackedPlan, processed: torch.Tensor) -> Acceptance:
         """Compare drafts and target, for all rows at once."""
         device = processed.device
         lengths = torch.tensor(drafts.counts, device=device) - 1
@@ -65,7 +65,7 @@ class TokenSelector:
             return accept_greedy(draft_tokens, plan.unpack(argmax(processed)), lengths)
         num_rows, longest = draft_tokens.shape
         if not longest:
-            return Verdict(lengths, self.choose(processed))
+            return Acceptance(lengths, self.choose(processed))
         positions = plan.unpack(torch.arange(len(processed), device=device))
         proposal: Any = drafts.proposal  # something was drafted
         rows = torch.tensor([request.row for request in drafts.drafting], device=device)

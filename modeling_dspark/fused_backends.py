@@ -18,8 +18,8 @@ from .fused_build import BuildError, load_library
 from .fused_launch import KINDS, HeadArguments, Kernels, LaunchError, launch, scratch_bytes
 from .fused_nvcc import NoToolkitError, NvccKernels
 from .fused_nvrtc import NvrtcKernels
-from .fused_torch import HeadInputs, Outputs, empty_outputs
 from .fused_sources import HEAD_CPU, HEAD_CUDA
+from .fused_torch import HeadInputs, Outputs, empty_outputs
 
 
 logger = logging.get_logger(__name__)
@@ -109,7 +109,7 @@ class GpuBackend:
         device = inputs.base_logits.device
         with torch.cuda.device(device):
             packed, outputs, _alive = pack(inputs, with_logits=inputs.keep_logits)
-            size = scratch_bytes(packed.rows, packed.slots, packed.rank, inputs.kind)
+            size = scratch_bytes(packed.rows, packed.positions, packed.rank, inputs.kind)
             scratch = torch.zeros(size, dtype=torch.uint8, device=device)
             packed.scratch = scratch.data_ptr()
             vectors = [packed.w1, packed.w2, packed.rank * inputs.w1.element_size()]
@@ -123,7 +123,7 @@ class GpuBackend:
                     raise
                 # Nothing has run so far.
                 logger.warning_once(
-                    f"The fused sequential head takes a launch a slot on {device}, not one a block: {error}."
+                    f"The fused sequential head takes a launch a position on {device}, not one a block: {error}."
                 )
                 launch(self._kernels, packed, stream=stream, stepwise=True, **self._sizes)
                 self._stepwise = True
@@ -133,7 +133,7 @@ class GpuBackend:
 def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
     """Arguments for a kernel, what it writes to, and the tensors whose addresses it has."""
     base_logits, hidden, confidence = inputs.base_logits, inputs.hidden, inputs.confidence_weight
-    rows, slots, vocabulary = base_logits.shape
+    rows, positions, vocabulary = base_logits.shape
     if hidden.stride()[1:] != (hidden.shape[2], 1):
         hidden = hidden.contiguous()
     outputs = empty_outputs(base_logits, confidence, with_logits=with_logits)
@@ -152,7 +152,7 @@ def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outpu
     }
     arguments = HeadArguments(
         rows=rows,
-        slots=slots,
+        positions=positions,
         vocabulary=vocabulary,
         target_vocabulary=len(inputs.w1),
         rank=inputs.w2.shape[1],
@@ -170,7 +170,7 @@ def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outpu
 
 
 def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The mixer's weight for tokens and state, and what hidden states bring: one product for all slots."""
+    """The mixer's weight for tokens and state, and what hidden states bring: one product for all positions."""
     if inputs.mixer_weight is None:
         return {}
     weight, size = inputs.mixer_weight.contiguous(), hidden.shape[2]

@@ -1,12 +1,12 @@
 """The whole sequential head of a block as one operation, `dspark::sequential_head`.
 
-Unfused, every slot takes a handful of small operations and a pass over the logits; what has to be done is one read of
-`W2` a slot. `fused_backends` has the fused forms; elsewhere the operation is the same steps in PyTorch.
+Unfused, every position takes a handful of small operations and a pass over the logits; what has to be done is one read of
+`W2` a position. `fused_backends` has the fused forms; elsewhere the operation is the same steps in PyTorch.
 
 Tokens are chosen from the logits as they are returned: rounded to the dtype of the weights, ties to the lowest index.
-Numbers for drawing come from a counter (Philox), so they depend on seed, row and slot alone (and on a GPU on the column).
+Numbers for drawing come from a counter (Philox), so they depend on seed, row and position alone (and on a GPU on the column).
 
-Shapes: `R` rows, `K` slots, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
+Shapes: `R` rows, `K` positions, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class BlockTokens(NamedTuple):
 
 
 def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | None:
-    """The weights of a drafter's heads by the names of the operation's arguments, or `None` where they go slot by slot.
+    """The weights of a drafter's heads by the names of the operation's arguments, or `None` where they go position by position.
 
     That is where there is no Markov head, no fused form for the device, dtypes differ, or where the heads are not just
     their weights: with an adapter, a hook, quantised, or with a `head_step` of the user's own.
@@ -111,13 +111,13 @@ def fused_block(
     seed: int = 0,
     keep_logits: bool = False,
 ) -> BlockTokens:
-    """Choose or draw the tokens of a block, slot after slot (design section 2, steps 3 and 4).
+    """Choose or draw the tokens of a block, position after position (design section 2, steps 3 and 4).
 
     Args:
         heads (`dict`): Weights and kind, as `fusable_heads` gives them.
         base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
         hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
-        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids, on the same device.
+        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first position, in target ids, on the same device.
         temperature (`float`, *optional*, defaults to `0.0`): Of the draws; 0 takes the highest logit.
         seed (`int`, *optional*, defaults to `0`): Of the draws.
         keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
@@ -177,7 +177,7 @@ def _check_shapes(inputs: HeadInputs) -> None:
             f"`kind` must be one of {tuple(_MIXER_ROWS)}, `base_logits` [R, K, Vd], `hidden` [R, K, D] and `temperature` "
             f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {inputs.temperature}."
         )
-    (rows, slots, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
+    (rows, positions, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
     if vocabulary == 0 or rank == 0 or (inputs.draft_to_target is None and vocabulary > len(inputs.w1)):
         raise ValueError(
             f"`base_logits` must have columns, `w2` a rank, and `w1` a row for each column, got {vocabulary}, {rank} and "
@@ -185,7 +185,7 @@ def _check_shapes(inputs: HeadInputs) -> None:
         )
     units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
     expected = {
-        "hidden": (rows, slots, size),
+        "hidden": (rows, positions, size),
         "anchors": (rows,),
         "w1": (len(inputs.w1), rank),
         "w2": (vocabulary, rank),

@@ -34,7 +34,7 @@ class HeadArguments(ctypes.Structure):
     """`DsparkHeadArguments` of head_cuda.cu and head_cpu.cpp, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "slots", "vocabulary")),
+        *((name, ctypes.c_int64) for name in ("rows", "positions", "vocabulary")),
         *((name, ctypes.c_int64) for name in ("target_vocabulary", "rank", "hidden_size")),
         *((name, ctypes.c_int64) for name in ("hidden_row_stride", "mixer_row_stride")),
         *((name, ctypes.c_void_p) for name in ("base", "hidden", "anchors", "w1", "w2")),
@@ -111,9 +111,9 @@ def architecture(capability: tuple[int, int]) -> int:
     return 10 * capability[0] + capability[1]
 
 
-def scratch_bytes(rows: int, slots: int, rank: int, kind: str) -> int:
-    """Size of `HeadArguments.scratch`, to be zeroed before each block: counter, keys `[rows, slots]`, latents, states."""
-    return 8 * (1 + rows * slots) + (0 if kind == "vanilla" else 4 * 3 * rows * rank)
+def scratch_bytes(rows: int, positions: int, rank: int, kind: str) -> int:
+    """Size of `HeadArguments.scratch`, to be zeroed before each block: counter, keys `[rows, positions]`, latents, states."""
+    return 8 * (1 + rows * positions) + (0 if kind == "vanilla" else 4 * 3 * rows * rank)
 
 
 def shared_bytes(dtype: int, tiles: int, rank: int, threads: int = THREADS) -> int:
@@ -176,7 +176,7 @@ def launch(
     size = shared_bytes(dtype, tiles, rank)
     resident = num_multiprocessors * kernels.occupancy(dtype, tiles, THREADS, size)
     useful = -(-arguments.vocabulary // (_COLUMNS * (THREADS // _LANES)))
-    phases = arguments.slots * (1 if KINDS[arguments.kind] == "vanilla" else 2) + 1
+    phases = arguments.positions * (1 if KINDS[arguments.kind] == "vanilla" else 2) + 1
     step = 1 if stepwise else phases
     for first in range(0, phases, step):
         kernels.launch(

@@ -2,9 +2,9 @@
 
 HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole block in one call.
 //
-// For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
-// logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
-// a slot, for all rows; all else is small. The floor is therefore `slots * bytes of W2 / memory bandwidth`.
+// For every position, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
+// logit, then `logits = base + W2 @ latent`, and the position's token from them. W2 (vocabulary * rank weights) is read once
+// a position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
 //
 // Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
 // version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
@@ -26,21 +26,21 @@ HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole bloc
 
 // Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
-  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
-  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t rows, positions, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose positions are contiguous
   int64_t mixer_row_stride;   // of `mixer_weight`
-  const void *base;           // [rows, slots, vocabulary]
-  const void *hidden;         // [rows, slots, hidden_size]
+  const void *base;           // [rows, positions, vocabulary]
+  const void *hidden;         // [rows, positions, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
   const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
-  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
-  int64_t *columns, *tokens;                        // [rows, slots]
-  float *confidence;                                // [rows, slots]
+  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, positions]
+  float *confidence;                                // [rows, positions]
   void *scratch;                                    // of the GPU; not used here
   double temperature;                               // 0: the highest logit
   uint64_t seed;
@@ -139,9 +139,9 @@ struct Workspace {
   int32_t failed = 0;  // whether a draft token was none of the target's
 };
 
-// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and slot alone.
-inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
-  uint32_t counter[4] = {row, slot, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and position alone.
+inline double uniform(uint64_t seed, uint32_t row, uint32_t position) {
+  uint32_t counter[4] = {row, position, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
   for (int round = 0; round < 10; ++round) {
     const uint64_t first = uint64_t(0xD2511F53u) * counter[0], second = uint64_t(0xCD9E8D57u) * counter[2];
     const uint32_t next[4] = {uint32_t(second >> 32) ^ counter[1] ^ key[0], uint32_t(second),
@@ -404,12 +404,12 @@ class Head {
   }
 
  private:
-  const T *base_of(int64_t row, int64_t slot) const { return base + (row * a.slots + slot) * a.vocabulary; }
-  T *logits_of(int64_t row, int64_t slot) const {
-    return static_cast<T *>(a.logits) + (row * a.slots + slot) * a.vocabulary;
+  const T *base_of(int64_t row, int64_t position) const { return base + (row * a.positions + position) * a.vocabulary; }
+  T *logits_of(int64_t row, int64_t position) const {
+    return static_cast<T *>(a.logits) + (row * a.positions + position) * a.vocabulary;
   }
-  const T *hidden_of(int64_t row, int64_t slot) const {
-    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + slot * a.hidden_size;
+  const T *hidden_of(int64_t row, int64_t position) const {
+    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + position * a.hidden_size;
   }
 
   static void wait() {
@@ -420,33 +420,33 @@ class Head {
 
   // One thread's part of the whole block.
   void work(int64_t thread, int64_t count) {
-    for (int64_t slot = 0; slot < a.slots; ++slot) {
-      for (int64_t row = thread; row < a.rows; row += count) embed(row, slot);
+    for (int64_t position = 0; position < a.positions; ++position) {
+      for (int64_t row = thread; row < a.rows; row += count) embed(row, position);
       wait();
       if (a.kind != kVanilla) {
-        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, slot);
+        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, position);
         wait();
       }
       for (int64_t row = thread; row < a.rows; row += count) finish_latent(row);
       wait();
       const int64_t first = tiles * thread / count, last = tiles * (thread + 1) / count;
-      project(thread, slot, first, last);
+      project(thread, position, first, last);
       wait();
       if (a.temperature > 0) {
         for (int64_t row = thread; row < a.rows; row += count) best_of(row, count);
         wait();
-        for (int64_t block = thread; block < blocks; block += count) weigh(block, slot);
+        for (int64_t block = thread; block < blocks; block += count) weigh(block, position);
         wait();
       }
       for (int64_t row = thread; row < a.rows; row += count) {
-        choose(row, slot, a.temperature > 0 ? draw(row, slot) : best_of(row, count));
+        choose(row, position, a.temperature > 0 ? draw(row, position) : best_of(row, count));
       }
     }
   }
 
-  // W1 of the token before the slot, and the confidence logit, which knows no later token.
-  void embed(int64_t row, int64_t slot) {
-    int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+  // W1 of the token before the position, and the confidence logit, which knows no later token.
+  void embed(int64_t row, int64_t position) {
+    int64_t token = position ? a.tokens[row * a.positions + position - 1] : a.anchors[row];
     if (token < 0 || token >= a.target_vocabulary) {
       __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
       token = 0;
@@ -454,19 +454,19 @@ class Head {
     for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
     if (!a.confidence_weight) return;
     const T *weight = static_cast<const T *>(a.confidence_weight);
-    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, slot), a.hidden_size);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, position), a.hidden_size);
     if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
-    a.confidence[row * a.slots + slot] = sum;
+    a.confidence[row * a.positions + position] = sum;
   }
 
   // One output of the gate's or the recurrent cell's linear layer, for all rows.
-  void mix(int64_t unit, int64_t slot) {
+  void mix(int64_t unit, int64_t position) {
     const T *weight = static_cast<const T *>(a.mixer_weight) + unit * a.mixer_row_stride;
     const T *of_previous = a.kind == kRnn ? weight + a.rank : weight;
     for (int64_t row = 0; row < a.rows; ++row) {
-      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.slots + slot) * mixer_size;
+      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.positions + position) * mixer_size;
       float sum = widen(of_hidden[unit]) + dot(of_previous, &previous[row * a.rank], a.rank);
-      if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
+      if (a.kind == kRnn && position) sum += dot(weight, &state[row * a.rank], a.rank);
       mixed[row * mixer_size + unit] = sum;
     }
   }
@@ -491,22 +491,22 @@ class Head {
   static float sigmoid(float value) { return 1 / (1 + std::exp(-value)); }
 
   // Logits of the tiles from `first` to `last`, and the best column in each lane so far.
-  void project(int64_t thread, int64_t slot, int64_t first, int64_t last) {
+  void project(int64_t thread, int64_t position, int64_t first, int64_t last) {
     for (int64_t i = thread * a.rows * kLanes; i < (thread + 1) * a.rows * kLanes; ++i) {
       best_value[i] = -__builtin_inff();
       best_column[i] = INT32_MAX;
     }
     for (int64_t tile = first; tile < last; ++tile) {
       int64_t row = 0;
-      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, slot, tile, row);
-      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, slot, tile, row);
-      for (; row < a.rows; ++row) project_tile<1>(thread, slot, tile, row);
+      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, position, tile, row);
+      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, position, tile, row);
+      for (; row < a.rows; ++row) project_tile<1>(thread, position, tile, row);
     }
   }
 
   // Sixteen columns of W2 times `kRows` latents, sixteen sums at a time.
   template <int kRows>
-  void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
+  void project_tile(int64_t thread, int64_t position, int64_t tile, int64_t row) {
     constexpr int kColumns = kLanes / kRows;
     const int64_t first = tile * kLanes, count = lower_of(kLanes, a.vocabulary - first);
     const T *weights = count < kLanes ? ending : w2 + first * a.rank;
@@ -517,7 +517,7 @@ class Head {
       const floats reduced = transpose_sums(sums);
       for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
     }
-    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
+    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, position, first, count, products[r]);
   }
 
   // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
@@ -587,10 +587,10 @@ class Head {
     return place + bytes;
   }
 
-  void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
+  void finish_tile(int64_t thread, int64_t row, int64_t position, int64_t first, int64_t count, const float *products) {
     alignas(64) T rounded[kLanes];
-    const T *source = base_of(row, slot) + first;
-    T *target = a.logits ? logits_of(row, slot) + first : rounded;
+    const T *source = base_of(row, position) + first;
+    T *target = a.logits ? logits_of(row, position) + first : rounded;
     floats value;
     if (count == kLanes) {
       value = store(target, load(source) + load(products));
@@ -634,8 +634,8 @@ class Head {
   }
 
   // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
-  floats weights_at(int64_t row, int64_t slot, int64_t column, int64_t stop) const {
-    const T *logits = logits_of(row, slot) + column;
+  floats weights_at(int64_t row, int64_t position, int64_t column, int64_t stop) const {
+    const T *logits = logits_of(row, position) + column;
     alignas(64) T padded[kLanes];
     if (stop - column < kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) padded[lane] = column + lane < stop ? logits[lane] : narrow<T>(-__builtin_inff());
@@ -645,11 +645,11 @@ class Head {
   }
 
   // The sum of the weights of one block of columns, for all rows.
-  void weigh(int64_t block, int64_t slot) {
+  void weigh(int64_t block, int64_t position) {
     const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     for (int64_t row = 0; row < a.rows; ++row) {
       floats sum{};
-      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, slot, column, stop);
+      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, position, column, stop);
       double total = 0;
       for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
       sums[row * blocks + block] = total;
@@ -657,11 +657,11 @@ class Head {
   }
 
   // A column by inversion: first its block, then its place in the block; never one of weight zero.
-  int64_t draw(int64_t row, int64_t slot) const {
+  int64_t draw(int64_t row, int64_t position) const {
     const double *weights = &sums[row * blocks];
     double total = 0;
     for (int64_t block = 0; block < blocks; ++block) total += weights[block];
-    double level = uniform(a.seed, uint32_t(row), uint32_t(slot)) * total;
+    double level = uniform(a.seed, uint32_t(row), uint32_t(position)) * total;
     int64_t block = 0, last = 0;
     for (; block < blocks; ++block) {
       if (weights[block] > 0) last = block;
@@ -672,14 +672,14 @@ class Head {
       block = last;
       level = __builtin_inf();
     }
-    return column_at(row, slot, block, level);
+    return column_at(row, position, block, level);
   }
 
-  int64_t column_at(int64_t row, int64_t slot, int64_t block, double level) const {
+  int64_t column_at(int64_t row, int64_t position, int64_t block, double level) const {
     const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     int64_t chosen = block * kBlock;
     for (int64_t column = block * kBlock; column < stop; column += kLanes) {
-      const floats weights = weights_at(row, slot, column, stop);
+      const floats weights = weights_at(row, position, column, stop);
       for (int lane = 0; lane < kLanes; ++lane) {
         if (!(weights[lane] > 0)) continue;
         chosen = column + lane;
@@ -690,9 +690,9 @@ class Head {
     return chosen;
   }
 
-  void choose(int64_t row, int64_t slot, int64_t column) {
-    a.columns[row * a.slots + slot] = column;
-    a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
+  void choose(int64_t row, int64_t position, int64_t column) {
+    a.columns[row * a.positions + position] = column;
+    a.tokens[row * a.positions + position] = a.draft_to_target ? column + a.draft_to_target[column] : column;
   }
 
   static constexpr int64_t kAhead = 16384;  // bytes of W2 to ask memory for in advance
@@ -714,13 +714,13 @@ class Head {
 
 HEAD_CUDA = r"""// The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
 //
-// A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
+// A position is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
 // where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
 // takes sixteen columns of W2 at a time and multiplies them with the latents of up to 64 rows: by tensor cores for bf16
-// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd slots go through
+// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd positions go through
 // W2 backwards, and so find the part that was read last in the L2 cache.
 //
-// Memory traffic of a slot, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
+// Memory traffic of a position, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
 // four), base logits once (rows * vocabulary * size), the same again for the corrected logits if they are asked for, and
 // from L2 one row of W1 for each row and block of the grid. All else is small. The floor is the first of these over the
 // bandwidth of the memory.
@@ -747,22 +747,22 @@ typedef unsigned long long uint64_t;
 
 // Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
-  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
-  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t rows, positions, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose positions are contiguous
   int64_t mixer_row_stride;   // of `mixer_weight`
-  const void *base;           // [rows, slots, vocabulary]
-  const void *hidden;         // [rows, slots, hidden_size]
+  const void *base;           // [rows, positions, vocabulary]
+  const void *hidden;         // [rows, positions, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
   const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
-  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
-  int64_t *columns, *tokens;                        // [rows, slots]
-  float *confidence;                                // [rows, slots]
-  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, slots] of 8; then floats: latents [rows, rank], states [2, rows, rank]
+  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, positions]
+  float *confidence;                                // [rows, positions]
+  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, positions] of 8; then floats: latents [rows, rank], states [2, rows, rank]
   double temperature;  // 0: the highest logit
   uint64_t seed;
   int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
@@ -886,21 +886,21 @@ __device__ inline int warp_id() { return threadIdx.x / kLanes; }
 __device__ inline int warps_of_block() { return blockDim.x / kLanes; }
 
 __device__ inline uint32_t *counter_of(const Arguments &a) { return (uint32_t *)a.scratch; }
-__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t slot) {
-  return (Key *)a.scratch + 1 + row * a.slots + slot;
+__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t position) {
+  return (Key *)a.scratch + 1 + row * a.positions + position;
 }
-__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.slots); }
-__device__ inline float *states_of(const Arguments &a, int64_t slot) {  // two of them take turns
-  return latents_of(a) + (1 + slot % 2) * a.rows * a.rank;
+__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.positions); }
+__device__ inline float *states_of(const Arguments &a, int64_t position) {  // two of them take turns
+  return latents_of(a) + (1 + position % 2) * a.rows * a.rank;
 }
 
 __device__ inline int64_t token_of(const Arguments &a, int64_t column) {
   return a.draft_to_target ? column + a.draft_to_target[column] : column;
 }
 
-// The token before a slot. The one of the slot before is the winner of a phase that has ended.
-__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t slot) {
-  const int64_t token = slot ? token_of(a, column_of(load_now(key_at(a, row, slot - 1)))) : a.anchors[row];
+// The token before a position. The one of the position before is the winner of a phase that has ended.
+__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t position) {
+  const int64_t token = position ? token_of(a, column_of(load_now(key_at(a, row, position - 1)))) : a.anchors[row];
   return token < 0 ? 0 : token < a.target_vocabulary ? token : a.target_vocabulary - 1;  // never beyond W1
 }
 
@@ -947,9 +947,9 @@ __device__ int latent_pitch(int64_t rank) {  // in elements; the 64 bytes more k
 }
 
 template <typename T>
-__device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
+__device__ void load_latents(const Arguments &a, int64_t position, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
   for (int i = threadIdx.x; i < tile_rows; i += blockDim.x) {
-    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, slot) : 0;
+    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, position) : 0;
   }
   __syncthreads();
   constexpr int kCount = 16 / sizeof(T);
@@ -975,26 +975,26 @@ __device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row
 
 // One place of the latent, and of the state of an rnn, for all rows; by a warp.
 template <typename T>
-__device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
+__device__ void mix(const Arguments &a, int64_t position, int64_t place) {
   const T *weight = (const T *)a.mixer_weight + place * a.mixer_row_stride;
   const int64_t next = a.rank * a.mixer_row_stride;  // from the gate to the candidate to the output of an rnn
   const int64_t width = a.kind == kRnn ? 3 * a.rank : a.rank;
   for (int64_t row = 0; row < a.rows; ++row) {
-    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
-    const float *state = states_of(a, slot + 1) + row * a.rank;  // of the slot before
+    const T *embedded = (const T *)a.w1 + token_before(a, row, position) * a.rank;
+    const float *state = states_of(a, position + 1) + row * a.rank;  // of the position before
     float sums[3] = {0.0f, 0.0f, 0.0f};
     for (int64_t i = lane_id(); i < a.rank; i += kLanes) {
       const float previous = widen(embedded[i]);
       if (a.kind == kGated) {
         sums[0] += widen(weight[i]) * previous;
       } else {
-        const float memory = slot ? load_now(state + i) : 0.0f;
+        const float memory = position ? load_now(state + i) : 0.0f;
         for (int part = 0; part < 3; ++part) {
           sums[part] += widen(weight[part * next + i]) * memory + widen(weight[part * next + a.rank + i]) * previous;
         }
       }
     }
-    const T *hidden = (const T *)a.mixer_hidden + (row * a.slots + slot) * width + place;
+    const T *hidden = (const T *)a.mixer_hidden + (row * a.positions + position) * width + place;
     for (int part = 0; part < (a.kind == kRnn ? 3 : 1); ++part) {
       sums[part] = warp_sum(sums[part]) + widen(hidden[part * a.rank]);
     }
@@ -1004,27 +1004,27 @@ __device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
       if (a.kind == kGated) {
         *latent = gate * widen(embedded[place]);
       } else {
-        const float memory = slot ? load_now(state + place) : 0.0f;
-        states_of(a, slot)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
+        const float memory = position ? load_now(state + place) : 0.0f;
+        states_of(a, position)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
         *latent = tanhf(sums[2]);
       }
     }
   }
 }
 
-// The confidence logit of a row, which knows no token after the one before the slot; by a warp.
+// The confidence logit of a row, which knows no token after the one before the position; by a warp.
 template <typename T>
-__device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) {
+__device__ void score_confidence(const Arguments &a, int64_t position, int64_t row) {
   const T *weight = (const T *)a.confidence_weight;
-  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + slot * a.hidden_size;
+  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + position * a.hidden_size;
   float sum = 0.0f;
   for (int64_t i = lane_id(); i < a.hidden_size; i += kLanes) sum += widen(weight[i]) * widen(hidden[i]);
   if (a.confidence_reads_tokens) {
-    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    const T *embedded = (const T *)a.w1 + token_before(a, row, position) * a.rank;
     for (int64_t i = lane_id(); i < a.rank; i += kLanes) sum += widen(weight[a.hidden_size + i]) * widen(embedded[i]);
   }
   sum = warp_sum(sum);
-  if (lane_id() == 0) a.confidence[row * a.slots + slot] = sum + widen(*(const T *)a.confidence_bias);
+  if (lane_id() == 0) a.confidence[row * a.positions + position] = sum + widen(*(const T *)a.confidence_bias);
 }
 
 // ------------------------------------------------------------------------------------------------ the projection
@@ -1033,11 +1033,11 @@ __device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) 
 template <typename T>
 struct Chooser {
   const Arguments &a;
-  int64_t slot;
+  int64_t position;
   float inverse;  // of the temperature; 0: the highest logit
 
   __device__ Key candidate(int64_t row, int64_t column, float product, uint32_t word) const {
-    const int64_t at = (row * a.slots + slot) * a.vocabulary + column;
+    const int64_t at = (row * a.positions + position) * a.vocabulary + column;
     const T stored = narrow<T>(widen(((const T *)a.base)[at]) + product);
     if (a.logits) ((T *)a.logits)[at] = stored;
     float level = widen(stored);
@@ -1061,7 +1061,7 @@ struct Chooser {
 
   __device__ Words noise(int64_t row, int64_t column) const {
     if (inverse == 0.0f || row >= a.rows) return Words{{0, 0, 0, 0}};
-    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)slot, (uint32_t)(row / 2), 1u);
+    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)position, (uint32_t)(row / 2), 1u);
   }
 };
 
@@ -1202,7 +1202,7 @@ struct Projection<float, kTiles> {
 
 // The best candidate of the block for each row of the tile goes to the grid's.
 template <typename P>
-__device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row, const Key *best, Key *of_warps) {
+__device__ void publish_best(const Arguments &a, int64_t position, int64_t first_row, const Key *best, Key *of_warps) {
 #pragma unroll
   for (int key = 0; key < P::kKeys; ++key) {
     Key mine = best[key];
@@ -1213,44 +1213,44 @@ __device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row
   for (int row = threadIdx.x; row < P::kRows && first_row + row < a.rows; row += blockDim.x) {
     Key mine = 0;
     for (int warp = 0; warp < warps_of_block(); ++warp) mine = higher(mine, of_warps[warp * P::kRows + row]);
-    if (mine) atomicMax(key_at(a, first_row + row, slot), mine);
+    if (mine) atomicMax(key_at(a, first_row + row, position), mine);
   }
   __syncthreads();
 }
 
-// Logits and winners of a slot.
+// Logits and winners of a position.
 template <typename T, int kTiles>
-__device__ void project(const Arguments &a, int64_t slot, unsigned char *shared) {
+__device__ void project(const Arguments &a, int64_t position, unsigned char *shared) {
   typedef Projection<T, kTiles> P;
   Key *of_warps = (Key *)shared;
   int64_t *before = (int64_t *)(of_warps + warps_of_block() * P::kRows);
   T *latents = (T *)(before + P::kRows);
-  const Chooser<T> chooser = {a, slot, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
+  const Chooser<T> chooser = {a, position, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
   const int64_t units = (a.vocabulary + kColumns - 1) / kColumns;
   const int64_t mine = (int64_t)blockIdx.x * warps_of_block() + warp_id(), step = (int64_t)gridDim.x * warps_of_block();
   if (a.confidence_weight && warp_id() == warps_of_block() - 1) {
-    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, slot, row);
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, position, row);
   }
   int64_t tile = 0;
   for (int64_t first_row = 0; first_row < a.rows; first_row += P::kRows, ++tile) {
-    load_latents<T>(a, slot, first_row, P::kRows, latents, before);
+    load_latents<T>(a, position, first_row, P::kRows, latents, before);
     Key best[P::kKeys] = {};
     for (int64_t unit = mine; unit < units; unit += step) {
-      const int64_t place = (slot + tile) % 2 ? units - 1 - unit : unit;
+      const int64_t place = (position + tile) % 2 ? units - 1 - unit : unit;
       P::columns(chooser, latents, first_row, place * kColumns, best);
     }
-    publish_best<P>(a, slot, first_row, best, of_warps);
+    publish_best<P>(a, position, first_row, best, of_warps);
   }
 }
 
-__device__ inline int phases_of_slot(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
+__device__ inline int phases_of_position(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
 
 // One phase of the block: the last one writes down the tokens.
 template <typename T, int kTiles>
 __device__ void phase(const Arguments &a, int64_t number, unsigned char *shared) {
-  const int64_t slot = number / phases_of_slot(a);
-  if (slot == a.slots) {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.slots; i += (int64_t)gridDim.x * blockDim.x) {
+  const int64_t position = number / phases_of_position(a);
+  if (position == a.positions) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.positions; i += (int64_t)gridDim.x * blockDim.x) {
       const int64_t column = column_of(load_now((Key *)a.scratch + 1 + i));
       a.columns[i] = column;
       a.tokens[i] = token_of(a, column);
@@ -1258,10 +1258,10 @@ __device__ void phase(const Arguments &a, int64_t number, unsigned char *shared)
   } else if (a.kind != kVanilla && number % 2 == 0) {
     const int64_t warps = (int64_t)gridDim.x * warps_of_block();
     for (int64_t place = (int64_t)blockIdx.x * warps_of_block() + warp_id(); place < a.rank; place += warps) {
-      mix<T>(a, slot, place);
+      mix<T>(a, position, place);
     }
   } else {
-    project<T, kTiles>(a, slot, shared);
+    project<T, kTiles>(a, position, shared);
   }
 }
 

@@ -1,6 +1,6 @@
 """The operation `dspark::sequential_head` in PyTorch: what the fused forms do, and what runs where there is none.
 
-Shapes: `R` rows, `K` slots, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
+Shapes: `R` rows, `K` positions, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class HeadInputs(NamedTuple):
     Attributes:
         base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
         hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
-        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first slot, in target ids.
-        w1 (`torch.Tensor` of shape `(V, r)`): Embedding of the token before a slot.
+        anchors (`torch.LongTensor` of shape `(R,)`): Token before the first position, in target ids.
+        w1 (`torch.Tensor` of shape `(V, r)`): Embedding of the token before a position.
         w2 (`torch.Tensor` of shape `(Vd, r)`): From the latent to the bias on the logits.
         mixer_weight (`torch.Tensor`, *optional*): Of the gate `(r, D + r)` or the cell `(3 r, 2 r + D)`.
         mixer_bias (`torch.Tensor`, *optional*): Of shape `(r,)` or `(3 r,)`.
@@ -60,18 +60,20 @@ def head_in_torch(inputs: HeadInputs) -> Outputs:
         uniform = philox_uniform(inputs.seed, *base_logits.shape[:2]).to(base_logits.device)
     outputs = empty_outputs(base_logits, weight, with_logits=inputs.keep_logits)
     columns, tokens, logits, confidence = outputs
-    for slot in range(base_logits.shape[1]):
-        hidden, embedded = inputs.hidden[:, slot], nn.functional.embedding(previous, inputs.w1)
+    for position in range(base_logits.shape[1]):
+        hidden, embedded = inputs.hidden[:, position], nn.functional.embedding(previous, inputs.w1)
         latent, state = markov_latent(inputs.kind, embedded, hidden, state, inputs.mixer_weight, inputs.mixer_bias)
-        scores = base_logits[:, slot] + nn.functional.linear(latent, inputs.w2)
+        scores = base_logits[:, position] + nn.functional.linear(latent, inputs.w2)
         if weight is not None:
             read = torch.cat([hidden, embedded], dim=-1)[:, : len(weight)]
-            confidence[:, slot] = read.float() @ weight.float() + inputs.confidence_bias.float()  # type: ignore[union-attr]
+            confidence[:, position] = read.float() @ weight.float() + inputs.confidence_bias.float()  # type: ignore[union-attr]
         if inputs.keep_logits:
-            logits[:, slot] = scores
-        chosen = scores.max(-1).indices if uniform is None else _drawn(scores, inputs.temperature, uniform[:, slot])
+            logits[:, position] = scores
+        chosen = (
+            scores.max(-1).indices if uniform is None else _drawn(scores, inputs.temperature, uniform[:, position])
+        )
         previous = chosen if offsets is None else chosen + offsets[chosen]
-        columns[:, slot], tokens[:, slot] = chosen, previous
+        columns[:, position], tokens[:, position] = chosen, previous
     return outputs
 
 
@@ -92,10 +94,10 @@ def _drawn(scores: torch.Tensor, temperature: float, uniform: torch.Tensor) -> t
     return place.clamp(max=scores.shape[1] - 1)  # where no level is a number
 
 
-def philox_uniform(seed: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Numbers in [0, 1) in fp64 `[R, K]`, by Philox 4x32-10 with the counter `(row, slot, 0, 0)` and the key `seed`."""
-    row, slot = torch.meshgrid(torch.arange(num_rows), torch.arange(num_slots), indexing="ij")
-    counter = [row, slot, torch.zeros_like(row), torch.zeros_like(row)]
+def philox_uniform(seed: int, num_rows: int, num_draft_positions: int) -> torch.Tensor:
+    """Numbers in [0, 1) in fp64 `[R, K]`, by Philox 4x32-10 with the counter `(row, position, 0, 0)` and the key `seed`."""
+    row, position = torch.meshgrid(torch.arange(num_rows), torch.arange(num_draft_positions), indexing="ij")
+    counter = [row, position, torch.zeros_like(row), torch.zeros_like(row)]
     key = [seed & _WORD, (seed >> 32) & _WORD]
     for _ in range(10):
         (high, low), (second_high, second_low) = _product(counter[0], 0xD2511F53), _product(counter[2], 0xCD9E8D57)

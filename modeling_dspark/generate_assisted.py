@@ -13,13 +13,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
-from .model_cache import DSparkCache
-from .draft_propose import LogitsProcessor, propose
-from .engine_processors import RowProcessors
-from .schedule_policies import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
-from .engine_counts import RunStatistics
-from .target_binding import hidden_states_argument, tapped_features
 from .draft_accept import accept_sampled
+from .draft_propose import LogitsProcessor, propose
+from .engine_counts import RunStatistics
+from .engine_processors import RowProcessors
+from .model_cache import DSparkCache
+from .schedule_policies import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
+from .target_binding import hidden_states_argument, tapped_features
 
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         drafter ([`DSparkModel`]): The drafter.
         target ([`~transformers.PreTrainedModel`]): The target whose outputs arrive each round.
         generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
-        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to drafts, each slot with its own prefix.
+        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to drafts, each position with its own prefix.
         stopping_criteria ([`~transformers.StoppingCriteriaList`]): Of the call; drafts never run past their first hit.
     """
 
@@ -135,7 +135,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=num_new)
 
     def _processed(self, input_ids: torch.Tensor) -> LogitsProcessor | None:
-        """The user's processors, given each slot's own prefix."""
+        """The user's processors, given each position's own prefix."""
         processors = self._logits_processor
         if processors is None:
             return None
@@ -156,7 +156,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Number of drafts to verify so that the text cannot run past the token where it must end.
 
         Greedy: the drafts before the first token at which a criterion fires; if they are all right, the target's own
-        next token is that token. Sampling: that token included, since whether a slot is verified must not depend on the
+        next token is that token. Sampling: that token included, since whether a position is verified must not depend on the
         token drawn for it; verification then leaves out the bonus token (`ends_with_draft`).
 
         Criteria are asked about texts that may never come to be, so they must depend on `input_ids` alone. One that

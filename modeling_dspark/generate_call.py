@@ -23,15 +23,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .model_cache import cache_keyword, loop_takes_embeddings, target_cache
-from .engine_loop import Engine
-from .target_packed import why_not_packable
-from .engine_processors import RowProcessors
-from .engine_measure import profile_of_call
-from .engine_request import Request
-from .schedule_policies import make_schedule, resolve_settings
 from .engine_counts import RunStatistics
+from .engine_loop import Engine
+from .engine_measure import profile_of_call
+from .engine_processors import RowProcessors
+from .engine_request import Request
+from .model_cache import cache_keyword, loop_takes_embeddings, target_cache
+from .schedule_policies import make_schedule, resolve_settings
 from .target_binding import check_target
+from .target_packed import why_not_packable
 
 
 logger = logging.get_logger(__name__)
@@ -202,7 +202,7 @@ def decode(  # noqa: D417 - three arguments share a line
     drafter.last_run = RunStatistics(drafter.config.block_size, requests=[item.statistics for item in requests])
     _run(engine, requests, streamer)
     drafter.last_run = RunStatistics.pooled(drafter.config.block_size, [item.statistics for item in requests])
-    report_quantised(target, drafter.last_run)
+    report_quantized(target, drafter.last_run)
     return _output(input_ids, requests, generation_config)
 
 
@@ -316,15 +316,15 @@ def _drops(target: PreTrainedModel) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def report_quantised(target: PreTrainedModel, statistics: RunStatistics) -> None:
+def report_quantized(target: PreTrainedModel, statistics: RunStatistics) -> None:
     """Say once how a quantised target fares: its features drift from those the drafter was trained on."""
     if getattr(target, "is_quantized", False) and statistics.rounds:
         logger.warning_once(
             "The target is quantised, so its hidden states differ from those the drafter was trained on; accepted length of "
-            f"this call: {statistics.accepted_length:.2f} tokens a target forward."
+            f"this call: {statistics.acceptance_length:.2f} tokens a target forward."
         )
 
 
 _KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 
-__all__ = ["check_call", "check_inputs", "decode", "report_quantised", "why_not_packed"]
+__all__ = ["check_call", "check_inputs", "decode", "report_quantized", "why_not_packed"]

@@ -25,8 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import logging
 
-from .model_cache import DSparkCache
 from .configuration_dspark import DSparkConfig
+from .model_cache import DSparkCache
 
 
 logger = logging.get_logger(__name__)

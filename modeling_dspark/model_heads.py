@@ -1,4 +1,4 @@
-"""The sequential head and the confidence head, one slot at a time.
+"""The sequential head and the confidence head, one position at a time.
 
 A step is the same function in training (teacher-forced, any leading shape) and in decoding (`[R, ...]`); the caller
 owns the state, so a block always starts from `None` (`s_{-1} = 0`).
@@ -30,21 +30,21 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def embed(self, previous_tokens: torch.Tensor) -> torch.Tensor:
-        """`W1[prev]` `[..., r]` of the tokens before the slot (in the target's vocabulary)."""
+        """`W1[prev]` `[..., r]` of the tokens before the position (in the target's vocabulary)."""
         return self.markov_w1(previous_tokens)
 
     def step(
         self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Latent of one slot.
+        """Latent of one position.
 
         Args:
             previous (`torch.Tensor` of shape `(..., r)`): `embed` of the previous token.
-            hidden (`torch.Tensor` of shape `(..., D)`): Backbone output of the slot.
-            state (`torch.Tensor` of shape `(..., r)`, *optional*): State of the slot before; `None` starts a block.
+            hidden (`torch.Tensor` of shape `(..., D)`): Backbone output of the position.
+            state (`torch.Tensor` of shape `(..., r)`, *optional*): State of the position before; `None` starts a block.
 
         Returns:
-            `tuple`: the latent `[..., r]` and the state for the next slot (`None` for stateless heads).
+            `tuple`: the latent `[..., r]` and the state for the next position (`None` for stateless heads).
         """
         mixer = self.gate_proj if self.kind == "gated" else self.joint_proj if self.kind == "rnn" else None
         weight, bias = (None, None) if mixer is None else (mixer.weight, mixer.bias)
@@ -77,7 +77,7 @@ def markov_latent(
 
 
 class ConfidenceHead(nn.Module):
-    """Logit of the chance that a slot survives verification, given that the slots before it did."""
+    """Logit of the chance that a position survives verification, given that the positions before it did."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -92,7 +92,7 @@ class ConfidenceHead(nn.Module):
 
 
 def calibrated_confidence(logits: torch.Tensor, temperatures: list[float] | None) -> torch.Tensor:
-    """`c_k = sigmoid(z_k / T_k)` `[..., n]` for the first `n` slots of a block (design: sequential temperature scaling)."""
+    """`c_k = sigmoid(z_k / T_k)` `[..., n]` for the first `n` positions of a block (design: sequential temperature scaling)."""
     if temperatures is not None:
         logits = logits / logits.new_tensor(temperatures[: logits.shape[-1]])
     return torch.sigmoid(logits)

@@ -7,7 +7,6 @@ data path.
 Shapes: `R` rows, `C` context positions, `Q` block positions, `L` tapped layers, `D` hidden size, `V` vocabulary.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,20 +18,19 @@ from transformers import initialization as init
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput, logging
 
+from .configuration_dspark import DSparkConfig
+from .draft_propose import Proposal, propose
+from .engine_counts import RunStatistics
+from .engine_measure import profile
+from .fused_head import fusable
+from .generate_assisted import AssistedRun
+from .generate_call import check_call, check_inputs, decode, report_quantized, why_not_packed
+from .generate_dispatch import install_dispatcher
 from .model_backbone import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
 from .model_cache import DSparkCache, fresh_target_cache
-from .generate_assisted import AssistedRun
-from .formats.load import load_checkpoint
-from .configuration_dspark import DSparkConfig
-from .schedule_costs import CostProfile
-from .generate_dispatch import install_dispatcher
-from .draft_propose import Proposal, propose
-from .formats.table import DROPPED
-from .fused_head import fusable
-from .generate_call import check_call, check_inputs, decode, report_quantised, why_not_packed
 from .model_heads import ConfidenceHead, MarkovHead
-from .engine_measure import profile
-from .engine_counts import RunStatistics
+from .model_loading import FILE_ARGUMENTS, load_strictly
+from .schedule_costs import CostProfile
 from .target_binding import TargetBinding
 
 
@@ -52,7 +50,7 @@ class DSparkOutput(ModelOutput):
 
 
 class HeadStep(NamedTuple):
-    """One slot through the heads: `logits` `[..., Vd]`, `confidence_logits` `[...]` or `None`, `state` or `None`."""
+    """One position through the heads: `logits` `[..., Vd]`, `confidence_logits` `[...]` or `None`, `state` or `None`."""
 
     logits: torch.Tensor
     confidence_logits: torch.Tensor | None
@@ -66,7 +64,9 @@ class DSparkPreTrainedModel(PreTrainedModel):
     config_class = DSparkConfig
     base_model_prefix = "dspark"
     # Copies of what is borrowed from the target, and a map that says what `d2t` says.
-    _keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in DROPPED]
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
+    # Set by the package to `formats.foreign_arguments`, which a published drafter goes without.
+    foreign_arguments: Callable[..., dict[str, Any]] | None = None
     supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
@@ -187,13 +187,13 @@ class DSparkModel(DSparkPreTrainedModel):
         previous_tokens: torch.Tensor,
         state: torch.Tensor | None = None,
     ) -> HeadStep:
-        """One slot through the sequential and the confidence head, in training and in decoding.
+        """One position through the sequential and the confidence head, in training and in decoding.
 
         Args:
-            hidden (`torch.Tensor` of shape `(..., D)`): Backbone output of the slot.
-            base_logits (`torch.Tensor` of shape `(..., Vd)`): `U` of the slot.
-            previous_tokens (`torch.LongTensor` of shape `(...)`): The token before the slot, in target ids.
-            state (`torch.Tensor` of shape `(..., r)`, *optional*): State of the slot before; `None` at slot 0.
+            hidden (`torch.Tensor` of shape `(..., D)`): Backbone output of the position.
+            base_logits (`torch.Tensor` of shape `(..., Vd)`): `U` of the position.
+            previous_tokens (`torch.LongTensor` of shape `(...)`): The token before the position, in target ids.
+            state (`torch.Tensor` of shape `(..., r)`, *optional*): State of the position before; `None` at position 0.
         """
         previous = None
         if self.markov_head is not None:
@@ -295,7 +295,7 @@ class DSparkModel(DSparkPreTrainedModel):
         logger.warning_once(f"Transformers' own assisted loop serves this call, and not the packed one: {reason}.")
         run = AssistedRun(self, target, settings, logits_processor=processors, stopping_criteria=criteria)
         output = assisted(run, fresh_target_cache(target, input_ids, keywords))
-        report_quantised(target, run.candidate_generator.statistics)
+        report_quantized(target, run.candidate_generator.statistics)
         return output
 
     def decode(
@@ -343,7 +343,10 @@ class DSparkModel(DSparkPreTrainedModel):
         Raises:
             ValueError: if the checkpoint is not a DSpark drafter, or a tensor is missing, unexpected or mis-shaped.
         """
-        return load_checkpoint(super().from_pretrained, cls, pretrained_model_name_or_path, *model_args, **kwargs)
+        if cls.foreign_arguments is not None and kwargs.get("config") is None and pretrained_model_name_or_path is not None:
+            where = {name: kwargs[name] for name in FILE_ARGUMENTS if name in kwargs}
+            kwargs |= cls.foreign_arguments(cls, pretrained_model_name_or_path, where)
+        return load_strictly(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
 
 DSparkModel.register_for_auto_class("AutoModel")

@@ -1,6 +1,6 @@
 """What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
 
-`T(round) = T_draft(n) + s * T_slot(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` slots and `B` verified
+`T(round) = T_draft(n) + s * T_position(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` positions and `B` verified
 tokens. Nothing is measured here; that is `engine_measure`.
 """
 
@@ -86,8 +86,8 @@ class CostProfile:
         seconds_per_context (`float`): What each token of context that is read adds to it.
         draft ([`Curve`]): Seconds of the backbone for `n` rows, greedy.
         draft_sampled ([`Curve`]): The same with sampling.
-        slot ([`Curve`]): Seconds of one slot through LM head and heads for `n` rows, greedy.
-        slot_sampled ([`Curve`]): The same with sampling.
+        position ([`Curve`]): Seconds of one position through LM head and heads for `n` rows, greedy.
+        position_sampled ([`Curve`]): The same with sampling.
         accept ([`Curve`]): Seconds of the rest of a round that verifies `B` tokens, greedy.
         accept_sampled ([`Curve`]): The same with sampling.
         key (`dict`): What the measurement holds for: device, dtype, attention, models, versions.
@@ -99,8 +99,8 @@ class CostProfile:
     seconds_per_context: float
     draft: Curve
     draft_sampled: Curve
-    slot: Curve
-    slot_sampled: Curve
+    position: Curve
+    position_sampled: Curve
     accept: Curve
     accept_sampled: Curve
     key: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class CostProfile:
         num_tokens: float,
         *,
         num_drafting: int,
-        num_slots: int = 1,
+        num_draft_positions: int = 1,
         context: int = 0,
         do_sample: bool = False,
     ) -> float:
@@ -126,17 +126,17 @@ class CostProfile:
         Args:
             num_tokens (`int`): Tokens the target verifies, anchors of all rows included (`B`).
             num_drafting (`int`): Rows that draft; 0 is a plain step.
-            num_slots (`int`, *optional*, defaults to `1`): Slots each of them drafts.
+            num_draft_positions (`int`, *optional*, defaults to `1`): Positions each of them drafts.
             context (`int`, *optional*, defaults to `0`): Context tokens read by attention, over all rows.
             do_sample (`bool`, *optional*, defaults to `False`): Whether tokens are drawn.
         """
-        draft, slot, accept = (
-            (self.draft_sampled, self.slot_sampled, self.accept_sampled)
+        draft, position, accept = (
+            (self.draft_sampled, self.position_sampled, self.accept_sampled)
             if do_sample
-            else (self.draft, self.slot, self.accept)
+            else (self.draft, self.position, self.accept)
         )
-        drafting = draft(num_drafting) + num_slots * slot(num_drafting) if num_drafting else 0.0
-        processing = self.seconds_per_logits * (num_tokens + num_drafting * num_slots)
+        drafting = draft(num_drafting) + num_draft_positions * position(num_drafting) if num_drafting else 0.0
+        processing = self.seconds_per_logits * (num_tokens + num_drafting * num_draft_positions)
         return (
             drafting + self.verify(num_tokens) + accept(num_tokens) + self.seconds_per_context * context + processing
         )
@@ -176,7 +176,7 @@ class CostProfile:
         """SGLang's fields, for greedy rounds in which all rows draft and verify whole blocks."""
         counts = self.verify.counts
         seconds = [
-            self.round_seconds(count, num_drafting=max(count // (block_size + 1), 1), num_slots=block_size)
+            self.round_seconds(count, num_drafting=max(count // (block_size + 1), 1), num_draft_positions=block_size)
             for count in counts
         ]
         return {
@@ -216,6 +216,6 @@ def _line(x: Sequence[float], y: Sequence[float], weights: Sequence[float], *, a
     return mean_y + slope * (at - mean_x)
 
 
-_CURVES = ("verify", "draft", "draft_sampled", "slot", "slot_sampled", "accept", "accept_sampled")
+_CURVES = ("verify", "draft", "draft_sampled", "position", "position_sampled", "accept", "accept_sampled")
 
 __all__ = ["CostProfile", "Curve"]

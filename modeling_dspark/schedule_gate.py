@@ -1,4 +1,4 @@
-"""Stepping aside: which requests draft in the next round, and how many slots, from measured costs and past rounds only.
+"""Stepping aside: which requests draft in the next round, and how many positions, from measured costs and past rounds only.
 
 Each request keeps a running estimate of what a drafting round brought it. As many requests draft, the most promising
 first, as the expected tokens per second of the whole round allow; one more that costs next to nothing drafts along, since
@@ -18,7 +18,7 @@ _FORGETTING = 0.97  # weight of a round against the one after it: long enough th
 _POOL_FORGETTING = 0.98
 _MOST_MISSES = 20  # rounds in a row without a draft kept, after which nothing is expected: seldom met by chance
 _WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
-_FIRST_SLOTS = 0.7  # share of slots kept, of those whose predecessors were, before anything is known
+_FIRST_SLOTS = 0.7  # share of positions kept, of those whose predecessors were, before anything is known
 _SLOT_RATE = 0.02  # of a row's round
 _EXPLORE_SLOTS = 16  # rounds
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # rounds
@@ -56,7 +56,7 @@ class RequestEstimate:
         self.retry_at: int | None = None
 
 
-class Parking:
+class DraftGate:
     """Chooses the requests that draft; one object serves one engine.
 
     A request that is new is judged by what the requests before it got.
@@ -125,42 +125,44 @@ def _expected(estimate: RequestEstimate, prior: tuple[float, float]) -> tuple[fl
 
 
 class BlockLength:
-    """How many slots to draft in a round, by what each slot has brought in the rounds before.
+    """How many positions to draft in a round, by what each position has brought in the rounds before.
 
     Args:
-        most (`int`): Most slots there are.
+        most (`int`): Most positions there are.
     """
 
     def __init__(self, most: int):
-        self._verified = [_FIRST_SLOTS**slot for slot in range(1, most + 1)]  # a row's drafts verified at each slot,
-        self._accepted = [_FIRST_SLOTS**slot for slot in range(1, most + 1)]  # and kept: discounted means
+        self._verified = [
+            _FIRST_SLOTS**position for position in range(1, most + 1)
+        ]  # a row's drafts verified at each position,
+        self._accepted = [_FIRST_SLOTS**position for position in range(1, most + 1)]  # and kept: discounted means
         self._round = 0
 
     def choose(self, *, num_rows: int, num_drafting: int, seconds: Callable[[float, int], float]) -> int:
-        """The number of slots with the most expected tokens per second; now and then all, to see what they bring.
+        """The number of positions with the most expected tokens per second; now and then all, to see what they bring.
 
         Args:
             num_rows (`int`): Rows of the target forward.
             num_drafting (`int`): Rows that draft.
-            seconds (callable): Cost of the round, from its verified tokens and its slots.
+            seconds (callable): Cost of the round, from its verified tokens and its positions.
         """
         self._round += 1
         if self._round % _EXPLORE_SLOTS == 1:
             return len(self._accepted)
         tokens = expected = float(num_rows)
         best, chosen = 0.0, 1
-        for slot, (verified, accepted) in enumerate(zip(self._verified, self._accepted, strict=True), 1):
+        for position, (verified, accepted) in enumerate(zip(self._verified, self._accepted, strict=True), 1):
             tokens, expected = tokens + num_drafting * verified, expected + num_drafting * accepted
-            rate = expected / seconds(tokens, slot)
+            rate = expected / seconds(tokens, position)
             if rate > best:
-                best, chosen = rate, slot
+                best, chosen = rate, position
         return chosen
 
-    def record(self, *, num_slots: int, accepted: int, verified: int) -> None:
-        """Count what a block of `num_slots` brought one row."""
-        for slot in range(num_slots):
-            self._verified[slot] += _SLOT_RATE * ((verified > slot) - self._verified[slot])
-            self._accepted[slot] += _SLOT_RATE * ((accepted > slot) - self._accepted[slot])
+    def record(self, *, num_draft_positions: int, accepted: int, verified: int) -> None:
+        """Count what a block of `num_draft_positions` brought one row."""
+        for position in range(num_draft_positions):
+            self._verified[position] += _SLOT_RATE * ((verified > position) - self._verified[position])
+            self._accepted[position] += _SLOT_RATE * ((accepted > position) - self._accepted[position])
 
 
-__all__ = ["BlockLength", "Parking", "RequestEstimate"]
+__all__ = ["BlockLength", "DraftGate", "RequestEstimate"]

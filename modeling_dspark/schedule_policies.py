@@ -1,8 +1,8 @@
 """How many draft tokens to verify: per-call settings and the schedules.
 
-A schedule may use only what is known before the token of a slot is drawn (confidences of earlier slots and of this one,
+A schedule may use only what is known before the token of a position is drawn (confidences of earlier positions and of this one,
 which depend on earlier tokens); that is what keeps the output lossless. A search over all confidences of the current
-block for the best total is not allowed: it lets the token of a slot decide whether that slot is verified.
+block for the best total is not allowed: it lets the token of a position decide whether that position is verified.
 """
 
 from collections import deque
@@ -48,23 +48,23 @@ class RoundView:
 
     Attributes:
         confidence (`list[list[float]]`):
-            Calibrated confidence `c[r][k]` of the slots that may be verified, left to right; empty lists inside where
+            Calibrated confidence `c[r][k]` of the positions that may be verified, left to right; empty lists inside where
             a row may verify none. For a schedule with `needs_confidence = False`, ones.
         num_rows (`int`): Rows of the target forward, rows that do not draft included.
         seconds (callable, *optional*):
             Cost of a round in which the target verifies `B` tokens, anchors of all rows included; given to schedules
             with `needs_costs = True`.
-        round_up (callable, *optional*):
+        token_bucket (callable, *optional*):
             A number of tokens that the target is ready for, at least `B`, never falling. By default `B` itself.
     """
 
     confidence: list[list[float]]
     num_rows: int
     seconds: Callable[[int], float] | None = None
-    round_up: Callable[[int], int] = int
+    token_bucket: Callable[[int], int] = int
 
     def survival(self) -> list[list[float]]:
-        """`a[r][j]`, the chance that slot `j` and all before it are accepted."""
+        """`a[r][j]`, the chance that position `j` and all before it are accepted."""
         return [list(accumulate(row, lambda before, now: before * now)) for row in self.confidence]
 
 
@@ -100,7 +100,7 @@ class FixedSchedule(Schedule):
 
 
 class ConfidenceSchedule(Schedule):
-    """Stop before the first slot whose calibrated confidence is below a threshold.
+    """Stop before the first position whose calibrated confidence is below a threshold.
 
     Args:
         threshold (`float`): In [0, 1].
@@ -110,17 +110,17 @@ class ConfidenceSchedule(Schedule):
         self.threshold = threshold
 
     def lengths(self, view: RoundView) -> list[int]:
-        """The slots before the first one below the threshold."""
+        """The positions before the first one below the threshold."""
         return [
-            next((slot for slot, value in enumerate(row) if value < self.threshold), len(row))
+            next((position for position, value in enumerate(row) if value < self.threshold), len(row))
             for row in view.confidence
         ]
 
 
 class ThroughputSchedule(Schedule):
-    """Algorithm 1 of the paper: admit slots by survival while expected tokens per second rise, then stop.
+    """Algorithm 1 of the paper: admit positions by survival while expected tokens per second rise, then stop.
 
-    It stops at the first slot that does not pay and never looks further (line 12): whether slot `k` is verified then
+    It stops at the first position that does not pay and never looks further (line 12): whether position `k` is verified then
     depends only on what is known before its token is drawn (Appendix A has the counterexample).
     """
 
@@ -142,7 +142,7 @@ class ThroughputSchedule(Schedule):
 
 
 class LaggedThroughputSchedule(Schedule):
-    """For jagged costs: how many slots in all comes from an unconstrained search two rounds ago, which ones from now.
+    """For jagged costs: how many positions in all comes from an unconstrained search two rounds ago, which ones from now.
 
     The number knows nothing of the current block, so the search may look at all of that round. In the first two rounds,
     in which there is nothing to look back to, Algorithm 1 decides. One object serves one run.
@@ -151,11 +151,11 @@ class LaggedThroughputSchedule(Schedule):
     needs_costs = True
 
     def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=2)  # admitted slots a row, of the two rounds before this one
+        self._shares: deque[float] = deque(maxlen=2)  # admitted positions a row, of the two rounds before this one
         self._first = ThroughputSchedule()
 
     def lengths(self, view: RoundView) -> list[int]:
-        """The slots with the highest survival, as many as the lagged capacity allows."""
+        """The positions with the highest survival, as many as the lagged capacity allows."""
         survival = view.survival()
         share = self._shares[0] if len(self._shares) == 2 else None
         self._shares.append(_best_capacity(view, survival) / max(view.num_rows, 1))
@@ -267,27 +267,29 @@ class _Adapted(Schedule):
 
 
 def _by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
-    """All slots `(a, r, j)` by descending survival; ties: smaller `j` first, so that lengths stay prefixes."""
-    slots = [(value, row, slot) for row, values in enumerate(survival) for slot, value in enumerate(values)]
-    return sorted(slots, key=lambda item: (-item[0], item[2]))
+    """All positions `(a, r, j)` by descending survival; ties: smaller `j` first, so that lengths stay prefixes."""
+    positions = [
+        (value, row, position) for row, values in enumerate(survival) for position, value in enumerate(values)
+    ]
+    return sorted(positions, key=lambda item: (-item[0], item[2]))
 
 
 def _prefixes(view: RoundView, ordered: Sequence[tuple[float, int, int]], admitted: int) -> list[int]:
-    """Lengths of the rows once `admitted` slots are in, and those next in order up to a number the target is ready for.
+    """Lengths of the rows once `admitted` positions are in, and those next in order up to a number the target is ready for.
 
-    Lossless as stopping early is: whether the slot at place `i` is let in by rounding up depends on whether the schedule
+    Lossless as stopping early is: whether the position at place `i` is let in by rounding up depends on whether the schedule
     stopped before some place up to `i`, and so on nothing that comes after it.
     """
     if admitted:
-        admitted = view.round_up(view.num_rows + admitted) - view.num_rows
+        admitted = view.token_bucket(view.num_rows + admitted) - view.num_rows
     lengths = [0] * len(view.confidence)
-    for _, row, slot in ordered[:admitted]:
-        lengths[row] = slot + 1
+    for _, row, position in ordered[:admitted]:
+        lengths[row] = position + 1
     return lengths
 
 
 def _best_capacity(view: RoundView, survival: list[list[float]]) -> int:
-    """The number of slots with the most expected tokens per second, over all numbers."""
+    """The number of positions with the most expected tokens per second, over all numbers."""
     seconds: Callable[[int], float] = view.seconds  # type: ignore[assignment]  # `needs_costs`
     values = [value for value, _, _ in _by_survival(survival)]
     totals = accumulate(values, initial=float(view.num_rows))

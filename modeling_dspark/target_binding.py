@@ -52,7 +52,7 @@ def input_device(target: PreTrainedModel) -> torch.device:
     return weight.device
 
 
-def rounding(target: PreTrainedModel) -> Callable[[int], int]:
+def token_buckets(target: PreTrainedModel) -> Callable[[int], int]:
     """The number of tokens for one forward, from the number that has to be in it; never falling.
 
     On a CPU, reduced precision is computed by kernels that oneDNN makes for each number of tokens when it first comes up,
@@ -189,6 +189,6 @@ __all__ = [
     "hidden_state_indices",
     "hidden_states_argument",
     "input_device",
-    "rounding",
     "tapped_features",
+    "token_buckets",
 ]

@@ -168,7 +168,7 @@ def script(drafter: DSparkModel, reference: list[int], wrong_every: int = 3) -> 
     state = {"index": 0, "calls": 0}
 
     def forward(*args, cache=None, context_lengths=None, **kwargs):
-        state["index"] = cache.lengths[0] + context_lengths[0] + 1  # of the token that slot 0 predicts
+        state["index"] = cache.lengths[0] + context_lengths[0] + 1  # of the token that position 0 predicts
         return real_forward(*args, cache=cache, context_lengths=context_lengths, **kwargs)
 
     def head_step(*args, **kwargs):

@@ -28,8 +28,8 @@ def _seed():
 def fake_costs(monkeypatch, tmp_path):
     """Costs that are the same everywhere, in which drafting pays; no test touches the user's folder of profiles."""
     verify, draft = Curve([1, 101], [1.0, 3.0]), Curve([1, 33], [0.1, 0.2])
-    slot, accept = Curve([1], [0.005]), Curve([1], [0.02])
-    costs = CostProfile(verify, 1e-6, draft, draft, slot, slot, accept, accept)
+    position, accept = Curve([1], [0.005]), Curve([1], [0.02])
+    costs = CostProfile(verify, 1e-6, draft, draft, position, position, accept, accept)
     monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
     monkeypatch.setattr(engine_measure, "costs_folder", lambda: tmp_path / "costs")
     return costs

@@ -27,13 +27,13 @@ from transformers.utils import logging
 
 from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.target_binding import check_target
-from training.confidence.scaling import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
-from training.confidence.outputs import table, write_outputs, write_temperatures
 from training.common.commands import exit_status
+from training.common.targets import chat_template_hash, check_device, load_target, load_tokenizer
+from training.confidence.outputs import table, write_outputs, write_temperatures
+from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file
+from training.confidence.scaling import TEMPERATURE_GRID, CalibrationReport, calibration_report, fit_temperatures
 from training.data.features import fingerprint
 from training.regenerate import from_command_line, prompt_ids, read_jsonl
-from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file
-from training.common.targets import chat_template_hash, check_device, load_target, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -161,7 +161,7 @@ def recording_settings(
         "dtype": arguments.dtype,
         "prompts_sha256": hashlib.sha256(Path(arguments.prompts).read_bytes()).hexdigest()[:16],
         "chat_template_sha256": chat_template_hash(tokenizer),
-        "num_slots": drafter.config.block_size,
+        "num_draft_positions": drafter.config.block_size,
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "seed": arguments.seed if arguments.temperature > 0 else None,
@@ -191,7 +191,7 @@ def sample_counts(fit: Sequence[dict[str, Any]], held_out: Sequence[dict[str, An
     return {
         "num_prompts": {name: len(part) for name, part in parts.items()},
         "num_rounds": num_rounds,
-        "accepted_length": new_tokens / sum(num_rounds.values()),
+        "acceptance_length": new_tokens / sum(num_rounds.values()),
     }
 
 
@@ -214,12 +214,12 @@ def calibrate(arguments: CalibrateArguments) -> CalibrationReport:
     output.mkdir(parents=True, exist_ok=True)
     records = record_to_file(output / "rounds.jsonl", settings, prompts, recorder)
     fit, held_out = split_records(records, arguments.holdout, arguments.seed)
-    num_slots = drafter.config.block_size
-    fit_rounds, held_out_rounds = join(fit, num_slots), join(held_out, num_slots)
+    num_draft_positions = drafter.config.block_size
+    fit_rounds, held_out_rounds = join(fit, num_draft_positions), join(held_out, num_draft_positions)
     fitted = calibration_report(held_out_rounds, fit_temperatures(fit_rounds))
     tqdm.write(table(fitted))
     _warn(fitted)
-    report = fitted if _helps(fitted) else calibration_report(held_out_rounds, [1.0] * num_slots)
+    report = fitted if _helps(fitted) else calibration_report(held_out_rounds, [1.0] * num_draft_positions)
     details = {"settings": settings, "arguments": _named(arguments)} | sample_counts(fit, held_out)
     write_outputs(
         output,
@@ -257,15 +257,15 @@ def _helps(report: CalibrationReport) -> bool:
 
 def _warn(report: CalibrationReport) -> None:
     ends = TEMPERATURE_GRID[0], TEMPERATURE_GRID[-1]
-    slots = [slot for slot, value in enumerate(report.temperatures) if value in ends]
-    if slots:
+    positions = [position for position, value in enumerate(report.temperatures) if value in ends]
+    if positions:
         logger.warning(
-            f"The temperatures of slots {slots} are at an end of the grid {ends}: there the head's logits say little. "
+            f"The temperatures of positions {positions} are at an end of the grid {ends}: there the head's logits say little. "
             "Record more prompts, or train the head longer."
         )
     if max(report.ece_floor) > 0.01:
         logger.warning(
-            f"With {min(report.counts)} to {max(report.counts)} held-out rounds a slot, exact confidences would show an "
+            f"With {min(report.counts)} to {max(report.counts)} held-out rounds a position, exact confidences would show an "
             f"ECE of up to {max(report.ece_floor):.1%}; record more prompts for a finer figure."
         )
 

@@ -25,6 +25,8 @@ from modeling_dspark import DSparkModel
 from training.calibrate import load_fitting_target, recording_settings
 from training.common.commands import exit_status
 from training.common.environment import environment
+from training.common.targets import check_device
+from training.confidence.rounds import join
 from training.evaluation.outputs import markdown, write_report
 from training.evaluation.report import POOLED, EvalReport, SetReport, set_report
 from training.evaluation.runs import (
@@ -37,8 +39,6 @@ from training.evaluation.runs import (
     record_speed,
 )
 from training.regenerate import from_command_line
-from training.confidence.rounds import join
-from training.common.targets import check_device
 
 
 Records = dict[int, dict[str, Any]]
@@ -169,7 +169,7 @@ class Evaluation:
         return {
             name: set_report(
                 [records[prompt.index] for prompt in part.prompts],
-                num_slots=self.drafter.config.block_size,
+                num_draft_positions=self.drafter.config.block_size,
                 temperatures=self.drafter.config.confidence_temperatures,
                 thresholds=sorted(set(self.arguments.thresholds)) if self.has_confidence else None,
                 speeds=[speeds[prompt.index] for prompt in part.prompts if prompt.index in speeds],

@@ -5,7 +5,7 @@
 
 A head that was trained along with its backbone has seen answers that the backbone knows better than new ones, and so
 promises too much. The head is linear, so given verified rounds the rest is a logistic regression: `[h_k; W1[prev]]`
-against whether slot `k` was accepted, over the slots whose predecessors were. How far it may go from the trained head is
+against whether position `k` was accepted, over the positions whose predecessors were. How far it may go from the trained head is
 found by cross-validation. Only `confidence_head` changes. Calibrate afterwards, on other prompts (`training.calibrate`).
 
 What was recorded stays next to the output, in `OUTPUT-rounds.jsonl` (`training.confidence.inputs`): the same command goes on
@@ -31,7 +31,7 @@ from training.calibrate import (
     recording_settings,
 )
 from training.common.commands import exit_status
-from training.confidence.inputs import record_slots
+from training.confidence.inputs import record_positions
 from training.regenerate import from_command_line, write_atomically
 
 
@@ -45,7 +45,9 @@ class RefitArguments(CalibrateArguments):
 
     drafter: str = field(metadata={"help": "Local folder of the drafter; nothing in it is changed."})
     output: str = field(metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."})
-    holdout: float = field(default=0.5, metadata={"help": "Share of the slots to measure on instead of to fit on."})
+    holdout: float = field(
+        default=0.5, metadata={"help": "Share of the positions to measure on instead of to fit on."}
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the answers when sampling."})
     dry_run: bool = field(default=False, metadata={"help": "Record, fit and measure, and write no drafter."})
     weight_decay: float | None = field(
@@ -79,7 +81,7 @@ def fit_head(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.Tensor, weig
     Args:
         head (`nn.Linear`): The layer as trained, `[1, F]`.
         inputs (`torch.Tensor` of shape `(n, F)`): What it saw.
-        outcomes (`torch.BoolTensor` of shape `(n,)`): Whether the slot was accepted.
+        outcomes (`torch.BoolTensor` of shape `(n,)`): Whether the position was accepted.
         weight_decay (`float`): L2 penalty on the change of standardised weights.
     """
     mean, scale = inputs.mean(dim=0), inputs.std(dim=0, correction=0).clamp(min=1e-6)
@@ -112,7 +114,7 @@ def choose_weight_decay(head: nn.Linear, inputs: torch.Tensor, outcomes: torch.T
     Args:
         head (`nn.Linear`): As for `fit_head`.
         inputs (`torch.Tensor` of shape `(n, F)`): As for `fit_head`, at least two, in the order of the answers: parts are
-            cut from one piece, since slots of one answer are alike.
+            cut from one piece, since positions of one answer are alike.
         outcomes (`torch.BoolTensor` of shape `(n,)`): As for `fit_head`.
     """
     parts = torch.arange(len(inputs)).chunk(_FOLDS)
@@ -135,13 +137,13 @@ def rounds_file(output: str) -> Path:
 
 
 def refit(arguments: RefitArguments) -> dict[str, float]:
-    """Run the command; returns the loss of the head before and after, in nats a slot, on a held-out part."""
+    """Run the command; returns the loss of the head before and after, in nats a position, on a held-out part."""
     drafter = load_drafter(arguments)
     target, tokenizer = load_fitting_target(arguments, drafter)
     longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     kept = rounds_file(arguments.output)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    inputs, outcomes = record_slots(
+    inputs, outcomes = record_positions(
         kept,
         recording_settings(arguments, drafter, target, tokenizer),
         plan_prompts(arguments, tokenizer, longest),
@@ -153,7 +155,7 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
     num_fit = round(len(inputs) * (1 - arguments.holdout))
     if not 1 < num_fit < len(inputs):
         raise ValueError(
-            f"Only {len(inputs)} slots were verified, too few to fit on; put more prompts at the end of `prompts`. What was "
+            f"Only {len(inputs)} positions were verified, too few to fit on; put more prompts at the end of `prompts`. What was "
             f"recorded is kept in `{kept}`."
         )
     head: nn.Linear = drafter.confidence_head.proj  # type: ignore[union-attr]  # checked when it was loaded
@@ -163,15 +165,15 @@ def refit(arguments: RefitArguments) -> dict[str, float]:
     fitted = fit_head(head, inputs[:num_fit], outcomes[:num_fit], weight_decay)
     report = {
         "weight_decay": weight_decay,
-        "num_slots_fit": num_fit,
-        "num_slots_held_out": len(inputs) - num_fit,
+        "num_positions_fit": num_fit,
+        "num_positions_held_out": len(inputs) - num_fit,
         "loss_before": _loss(head, inputs[num_fit:], outcomes[num_fit:]),
         "loss_after": _loss(fitted, inputs[num_fit:], outcomes[num_fit:]),
     }
     tqdm.write(json.dumps(report))
     if not report["loss_after"] < report["loss_before"]:  # or not a number
         raise ValueError(
-            f"The refitted head is no better on the held-out slots ({report}); no drafter is written. Put more prompts at the "
+            f"The refitted head is no better on the held-out positions ({report}); no drafter is written. Put more prompts at the "
             f"end of `prompts` and repeat the command: what was recorded is kept in `{kept}`."
         )
     if not arguments.dry_run:

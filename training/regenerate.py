@@ -25,15 +25,15 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from training.answers.arguments import RegenerateArguments
 from training.answers.local import answers_of_target
+from training.answers.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
 from training.answers.provenance import settings_of, write_dataset, write_provenance
+from training.answers.served import ServedAnswers
 from training.common.commands import HelpFormatter, exit_status
 from training.common.files import JsonlAppender, read_jsonl, write_atomically
-from training.answers.plan import Answers, Request, answers_in, key_of, plan_batches, plan_requests
-from training.data.prompts import check_thinking, prompt_ids, read_prompts
-from training.answers.arguments import RegenerateArguments
-from training.answers.served import ServedAnswers
 from training.common.targets import check_device, load_tokenizer
+from training.data.prompts import check_thinking, prompt_ids, read_prompts
 
 
 logger = logging.get_logger("training.regenerate")

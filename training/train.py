@@ -19,19 +19,27 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from benchmarks.baselines.autoregressive import EagleDrafter
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.target_binding import check_target
-from training.run.adapters import add_lora, merge_lora, save_adapter
-from training.run.arguments import DSparkTrainingArguments
-from training.objective.attention import CHUNKED_ATTENTION
-from training.data.batches import ConversationDataset
 from training.common.commands import exit_status
-from training.data.conversations import Conversation, check_tokens, choose_draft_vocabulary, load_conversations, num_answers_with
-from training.run.dry_run import DryRun, dry_run, given_config, meta_target
-from benchmarks.baselines.autoregressive import EagleDrafter
+from training.common.files import only_writer
+from training.common.targets import is_missing_folder, load_target, load_tokenizer
+from training.data.batches import ConversationDataset
+from training.data.conversations import (
+    Conversation,
+    check_tokens,
+    choose_draft_vocabulary,
+    load_conversations,
+    num_answers_with,
+)
 from training.data.feature_cache import FeatureCache
 from training.data.features import fingerprint
-from training.common.files import only_writer
+from training.data.packing import check_packing
+from training.objective.attention import CHUNKED_ATTENTION
+from training.run.adapters import add_lora, merge_lora, save_adapter
+from training.run.arguments import DSparkTrainingArguments
+from training.run.dry_run import DryRun, dry_run, given_config, meta_target
 from training.run.initialization import (
     config_for_target,
     default_layer_ids,
@@ -39,11 +47,9 @@ from training.run.initialization import (
     start_markov_embedding,
     warm_start,
 )
-from training.data.packing import check_packing
+from training.run.options import DataArguments, DrafterArguments, parse_arguments
 from training.run.resuming import check_resumed, checkpoint_to_resume
 from training.run.settings import check_settings, run_settings
-from training.common.targets import is_missing_folder, load_target, load_tokenizer
-from training.run.options import DataArguments, DrafterArguments, parse_arguments
 from training.run.trainer import DSparkTrainer
 
 

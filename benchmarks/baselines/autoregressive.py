@@ -5,7 +5,7 @@ state back for the next draft. Training unrolls those steps ("training-time test
 multi-token-prediction module of one token. Made for studies: it trains, is replayed and drafts greedily for one text, but
 `generate` does not take it.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `D` hidden size, `H` heads, `d` head size.
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` positions, `D` hidden size, `H` heads, `d` head size.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.draft_propose import argmax
 from modeling_dspark.model_backbone import DSparkDecoderLayer, DSparkRMSNorm
 from modeling_dspark.model_cache import RaggedCache
-from modeling_dspark.draft_propose import argmax
 from modeling_dspark.target_binding import TargetBinding
 from training.data.blocks import Blocks
 from training.objective.forward import BlockOutputs
@@ -64,14 +64,14 @@ class EagleDrafter(DSparkModel):
     def forward(  # type: ignore[override]  # takes blocks, where a DSpark drafter takes embeddings
         self, binding: TargetBinding, blocks: Blocks, *, input_ids: torch.Tensor, features: torch.Tensor
     ) -> BlockOutputs:
-        """All blocks, slot after slot, with the true token before each slot and the drafter's own states.
+        """All blocks, position after position, with the true token before each position and the drafter's own states.
 
-        Slot `k` of a block at anchor `a` stands at position `a - 1 + k`; it reads positions before `a - 1`, and the slots
+        Position `k` of a block at anchor `a` stands at position `a - 1 + k`; it reads positions before `a - 1`, and the positions
         before it.
         """
         layer: DSparkDecoderLayer = self.layers[0]  # type: ignore[assignment]  # of a module list
         states = self.fc(features.to(self.dtype))
-        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # what stands at the end is read by no slot
+        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # what stands at the end is read by no position
         context = self._join(binding, following, states)
         start, columns = (blocks.anchors - 1).clamp(min=0), torch.arange(states.shape[1], device=states.device)
         keys, values = _keys_and_values(self, layer, context, columns - blocks.starts)
@@ -80,12 +80,12 @@ class EagleDrafter(DSparkModel):
         own = torch.eye(start.shape[1], dtype=torch.bool, device=start.device).expand(len(start), -1, -1)
         state = states.gather(1, start[..., None].expand(-1, -1, states.shape[-1]))
         hidden = []
-        for slot in range(blocks.labels.shape[-1]):
-            inputs = self._join(binding, blocks.previous[..., slot], state)
-            new_keys, new_values = _keys_and_values(self, layer, inputs, place + slot)
+        for position in range(blocks.labels.shape[-1]):
+            inputs = self._join(binding, blocks.previous[..., position], state)
+            new_keys, new_values = _keys_and_values(self, layer, inputs, place + position)
             keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
             visible = torch.cat([visible, own], dim=-1)
-            state = self._layer(layer, inputs, place + slot, keys, values, visible)
+            state = self._layer(layer, inputs, place + position, keys, values, visible)
             hidden.append(self.norm(state))
         return BlockOutputs(torch.stack(hidden, dim=2)[blocks.supervised], None, None)
 

@@ -4,7 +4,7 @@ Greedy decoding keeps a draft token exactly if it is the token that the target's
 answer follow from the text alone: from each anchor, as many drafts as agree are kept, one token comes from the target,
 and that is the next anchor. One forward gives the drafts at all anchors, for any drafter that trains here.
 
-Shapes: `N` blocks, `K` slots.
+Shapes: `N` blocks, `K` positions.
 """
 
 from collections.abc import Callable, Iterable

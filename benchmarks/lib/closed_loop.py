@@ -71,7 +71,7 @@ class Slice:
         steps (`int`): Steps of the loop.
         counts (`Counter`):
             Over the rounds of all requests: `rounds`, `new_tokens` (without those of prefills), `verified` drafts, and
-            `parked` rounds.
+            `plain` rounds.
     """
 
     tokens: int
@@ -149,7 +149,7 @@ def counts_of(statistics: Any) -> Counter:
         rounds=statistics.rounds,
         new_tokens=sum(statistics.new_tokens),
         verified=sum(statistics.verified),
-        parked=statistics.parked_rounds,
+        plain=statistics.plain_rounds,
     )
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from training.evaluation.timing import ASSISTED, PLAIN, Call, Measurement, Methods, measure, pooled_speed, timed_call, warm_up
+from training.evaluation.timing import (
+    ASSISTED,
+    PLAIN,
+    Call,
+    Measurement,
+    Methods,
+    measure,
+    pooled_speed,
+    timed_call,
+    warm_up,
+)
 
 
 PROMPT_LOOKUP = "prompt_lookup"

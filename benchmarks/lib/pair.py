@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.lib.measure import ASSISTED, PLAIN
-from training.regenerate import prompt_ids, read_jsonl
 from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
+from training.regenerate import prompt_ids, read_jsonl
 
 
 DEFAULT_DRAFTER = "build/dspark-smollm2-135m-instruct"

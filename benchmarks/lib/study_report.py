@@ -1,4 +1,4 @@
-"""A study as text and plots: accepted lengths, DSpark's margins with their intervals, and acceptance by slot.
+"""A study as text and plots: accepted lengths, DSpark's margins with their intervals, and acceptance by position.
 
 Margins compare rounds over the same answers, so intervals come from answers drawn in pairs: the spread over prompts, not
 over seeds of training.
@@ -33,7 +33,7 @@ def study_tables(content: dict[str, Any]) -> str:
     if "depth" in groups:
         parts.append(f"margins by depth\n\n{depth_table(results)}")
     if "main" in groups:
-        parts.append(f"acceptance by slot\n\n{acceptance_table(results)}")
+        parts.append(f"acceptance by position\n\n{acceptance_table(results)}")
     if "confidence" in content:
         parts += confidence_tables(content["confidence"])
     return "\n\n".join(parts) + "\n"
@@ -99,14 +99,14 @@ def _total(rounds: dict[str, list[int]], sources: Any) -> int:
 
 
 def acceptance_table(results: Sequence[dict[str, Any]]) -> str:
-    """Conditional acceptance by slot of the main drafters as Markdown."""
+    """Conditional acceptance by position of the main drafters as Markdown."""
     lines = position_lines(results)
-    slots = max(map(len, lines.values()))
+    draft_positions = max(map(len, lines.values()))
     rows = [
-        [name, *(f"{values[i]:.3f}" if i < len(values) else "-" for i in range(slots))]
+        [name, *(f"{values[i]:.3f}" if i < len(values) else "-" for i in range(draft_positions))]
         for name, values in lines.items()
     ]
-    return markdown_table(["drafter", *range(slots)], rows)
+    return markdown_table(["drafter", *range(draft_positions)], rows)
 
 
 def confidence_tables(confidence: dict[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def curve_table(results: Sequence[dict[str, Any]], steps: Sequence[int]) -> str:
 
 
 def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Conditional acceptance from slot 0 to the last that was tried, by drafter."""
+    """Conditional acceptance from position 0 to the last that was tried, by drafter."""
     return {
         case["drafter"]: [value for value in case["acceptance"] if value is not None]
         for case in results
@@ -136,7 +136,7 @@ def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by slot; accepted length by step of training, by depth and by block size."""
+    """Conditional acceptance by position; accepted length by step of training, by depth and by block size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +147,7 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     positions = {name: list(enumerate(values)) for name, values in position_lines(drawn).items()}
     curves = {case["drafter"]: case["curve"] for case in results if case["group"] == "main" and case["curve"]}
     figures: dict[str, Any] = {
-        "study_positions": ("slot", "conditional acceptance", positions),
+        "study_positions": ("position", "conditional acceptance", positions),
         "study_curves": ("step", "accepted length in training", curves),
     }
     for name, field, across in (("depth", "num_draft_layers", "draft layers"), ("block", "block_size", "block size")):

@@ -12,7 +12,7 @@ from benchmarks.lib.measure import ASSISTED, PLAIN, Measurement, first_differenc
 DEFINITIONS = {
     "tokens_per_second": "sum of new tokens / sum of median seconds of whole generate calls, prefill included",
     "tau": "tokens a target forward after the prefill yields, pooled over rounds, bonus tokens counted",
-    "acceptance_by_position": "of the rounds in which the slot was verified and all before it kept, the share that kept it",
+    "acceptance_rate_by_position": "of the rounds in which the position was verified and all before it kept, the share that kept it",
 }
 
 
@@ -40,9 +40,9 @@ def summarize_set(target: PreTrainedModel, measurements: list[Measurement]) -> d
 def _acceptance(run: Any) -> dict[str, Any]:
     return {
         "rounds": run.rounds,
-        "tau": round(run.accepted_length, 4),
+        "tau": round(run.acceptance_length, 4),
         "verified_tokens": sum(run.verified),
-        "acceptance_by_position": [round(value, 4) for value in run.acceptance_by_position],
+        "acceptance_rate_by_position": [round(value, 4) for value in run.acceptance_rate_by_position],
         "tried_by_position": run.tried_by_position,
     }
 

@@ -16,7 +16,7 @@ DEFINITIONS = {
     "run is chance, and weighs in short ones",
     "ratio": "of tokens per second, over slices that bring both about the same tokens of the same requests; `low` and "
     "`high` are a 95 % bootstrap interval over slices, drawn in pairs where both have as many",
-    "verification_budget": "draft tokens that are verified for a row in a round",
+    "mean_verified_tokens": "draft tokens that are verified for a row in a round",
     "tau": "tokens that a row gets in a round, pooled over rounds, bonus tokens counted",
     "parked_share": "rounds of rows in which drafting stepped aside / rounds of rows",
     "steps": "target forwards after prefills, each for all rows",
@@ -90,9 +90,9 @@ def _policy(slices: Sequence[Slice], plain: Sequence[Slice], concurrency: int) -
         "tokens_per_second_per_request": round(rate / concurrency, 3),
         "ratio_to_plain": ratio_interval(slices, plain),
         "decoding": _decoding(slices, plain),
-        "verification_budget": round(counts["verified"] / rounds, 4) if rounds else None,
+        "mean_verified_tokens": round(counts["verified"] / rounds, 4) if rounds else None,
         "tau": round(counts["new_tokens"] / rounds, 4) if rounds else None,
-        "parked_share": round(counts["parked"] / rounds, 4) if rounds else None,
+        "parked_share": round(counts["plain"] / rounds, 4) if rounds else None,
         "steps": sum(item.steps for item in slices) or None,
         "row_rounds": rounds or None,
         "tokens": sum(item.tokens for item in slices),
@@ -127,7 +127,7 @@ def _same_text(texts: Mapping[int, list[int]], plain: Mapping[int, list[int]]) -
 def level_table(level: Mapping[str, Any]) -> str:
     """One concurrency as Markdown."""
     rows = [_row(name, entry) for name, entry in level["policies"].items()]
-    header = ["policy", "tokens/s", "a request", "ratio to plain", "decoding", "ratio", "budget", "tau", "parked"]
+    header = ["policy", "tokens/s", "a request", "ratio to plain", "decoding", "ratio", "budget", "tau", "plain"]
     header.append("same text")
     lines = [f"### {level['concurrency']} in flight", "", markdown_table(header, rows)]
     for name, ratio in level["ratio_to_best_fixed"].items():
@@ -152,12 +152,12 @@ def throughput_table(report: Mapping[str, Any]) -> str:
                 f"{chosen['ratio_to_plain']['value']:.2f}x",
                 "-" if best is None else f"{level['ratio_to_best_fixed']['throughput']['value']:.2f}x",
                 _number(chosen["tau"], ".2f"),
-                _number(chosen["verification_budget"], ".2f"),
+                _number(chosen["mean_verified_tokens"], ".2f"),
                 _number(chosen["parked_share"], ".0%"),
             ]
         )
     header = ["in flight", "transformers tok/s", "plain tok/s", "best fixed (length)", "throughput tok/s"]
-    return markdown_table([*header, "/ plain", "/ best fixed", "tau", "budget", "parked"], rows)
+    return markdown_table([*header, "/ plain", "/ best fixed", "tau", "budget", "plain"], rows)
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
@@ -169,7 +169,7 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
         _ratio(entry["ratio_to_plain"]),
         "-" if decoding is None else f"{decoding['tokens_per_second']:.1f}",
         "-" if decoding is None else _ratio(decoding["ratio_to_plain"]),
-        _number(entry["verification_budget"], ".2f"),
+        _number(entry["mean_verified_tokens"], ".2f"),
         _number(entry["tau"], ".2f"),
         _number(entry["parked_share"], ".0%"),
         f"{same['equal']}/{same['compared']}",

@@ -3,7 +3,7 @@
 The naive loss is the formulas as one would write them: all logits of drafter and target at once, autograd for the rest.
 Weights and data are random; what is measured does not depend on them. Nothing here times, prints or writes.
 
-Shapes: `n` slots, `D` hidden size, `r` rank, `V` vocabulary.
+Shapes: `n` positions, `D` hidden size, `r` rank, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_dspark import DSparkModel
-from training.run.arguments import DSparkTrainingArguments
-from training.objective.attention import CHUNKED_ATTENTION
 from training.data.batches import ConversationDataset, collate
 from training.data.conversations import Conversation
+from training.objective.attention import CHUNKED_ATTENTION
 from training.objective.distributions import draft_logits
+from training.objective.losses import LossWeights, PositionTerms, weighted_position_loss
+from training.run.arguments import DSparkTrainingArguments
 from training.run.initialization import config_for_target
-from training.objective.losses import LossWeights, SlotTerms, weighted_slot_loss
 from training.run.trainer import DSparkTrainer
 
 
@@ -28,9 +28,9 @@ OURS, NAIVE = "ours", "naive"
 WAYS = (OURS, NAIVE)
 
 
-def naive_slot_loss(
+def naive_position_loss(
     logits: torch.Tensor, p: torch.Tensor, *, labels: torch.Tensor, weights: torch.Tensor, loss_weights: LossWeights
-) -> tuple[torch.Tensor, SlotTerms]:
+) -> tuple[torch.Tensor, PositionTerms]:
     """Loss and metrics over whole logits `[n, V]` and probabilities `[n, V]`, differentiated by autograd."""
     log_q = logits.float().log_softmax(dim=-1)
     q = log_q.exp()
@@ -39,33 +39,33 @@ def naive_slot_loss(
     l1 = (q - p).abs().sum(dim=-1) + (1 - p.sum(dim=-1)).clamp(min=0)
     agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
     total = (weights * (loss_weights.ce * ce + loss_weights.soft * soft + loss_weights.l1 * l1)).sum()
-    return total, SlotTerms(ce.detach(), soft.detach(), l1.detach(), agreement)
+    return total, PositionTerms(ce.detach(), soft.detach(), l1.detach(), agreement)
 
 
 class LossCase:
-    """The loss alone, forward and backward, from the states that feed both LM heads; every slot has its own position.
+    """The loss alone, forward and backward, from the states that feed both LM heads; every position has its own position.
 
     Args:
-        slots, vocabulary, hidden, rank (`int`): Sizes.
+        positions, vocabulary, hidden, rank (`int`): Sizes.
         dtype (`str`): `float32`, or `bfloat16` for a bf16 LM head under autocast, with `W2` and its gradient in fp32.
     """
 
-    def __init__(self, *, slots: int, vocabulary: int, hidden: int, rank: int, dtype: str):
+    def __init__(self, *, positions: int, vocabulary: int, hidden: int, rank: int, dtype: str):
         torch.manual_seed(0)
         self.mixed = dtype == "bfloat16"
         target_dtype = getattr(torch, dtype)
         self.head = (0.05 * torch.randn(vocabulary, hidden)).to(target_dtype)
-        self.last_hidden = torch.randn(slots, hidden).to(target_dtype)
-        self.hidden = torch.randn(slots, hidden).requires_grad_()
-        self.latent = torch.randn(slots, rank).requires_grad_()
+        self.last_hidden = torch.randn(positions, hidden).to(target_dtype)
+        self.hidden = torch.randn(positions, hidden).requires_grad_()
+        self.latent = torch.randn(positions, rank).requires_grad_()
         self.w2 = (0.02 * torch.randn(vocabulary, rank)).requires_grad_()
-        self.labels = torch.randint(vocabulary, (slots,))
-        self.weights = torch.rand(slots)
+        self.labels = torch.randint(vocabulary, (positions,))
+        self.weights = torch.rand(positions)
 
-    def run(self, way: str, *, slots: int | None = None) -> float:
-        """Loss and gradients by one way, over the first `slots`; returns the loss."""
+    def run(self, way: str, *, positions: int | None = None) -> float:
+        """Loss and gradients by one way, over the first `positions`; returns the loss."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.mixed):
-            total = (self._ours if way == OURS else self._naive)(slice(slots))
+            total = (self._ours if way == OURS else self._naive)(slice(positions))
         total.backward()
         return float(total.detach())
 
@@ -80,7 +80,7 @@ class LossCase:
         return functional.linear(self.last_hidden[part], self.head).float().softmax(dim=-1)
 
     def _ours(self, part: slice) -> torch.Tensor:
-        return weighted_slot_loss(
+        return weighted_position_loss(
             self.hidden[part],
             self.latent[part],
             draft_logits_of=self._logits,
@@ -92,7 +92,7 @@ class LossCase:
         )[0]
 
     def _naive(self, part: slice) -> torch.Tensor:
-        return naive_slot_loss(
+        return naive_position_loss(
             self._logits(self.hidden[part], self.latent[part]),
             self._probabilities(part),
             labels=self.labels[part],
@@ -104,16 +104,16 @@ class LossCase:
 class NaiveTrainer(DSparkTrainer):
     """The trainer with whole logits: what a position's target logits are is computed once, but for all at once."""
 
-    def _slot_loss(
+    def _position_loss(
         self, drafter: Any, blocks: Any, outputs: Any, target: Any, *, weights: Any, loss_weights: Any
     ) -> Any:
         rows = torch.arange(blocks.anchors.shape[0])[:, None, None]
         flat = (rows * target.last_hidden.shape[1] + blocks.label_sources)[blocks.supervised]
-        positions, slots = flat.unique(return_inverse=True)
+        positions, positions = flat.unique(return_inverse=True)
         with torch.no_grad():
             logits = self.binding.target_logits(target.last_hidden.flatten(0, 1)[positions])
-            p = logits.float().softmax(dim=-1)[slots]
-        return naive_slot_loss(
+            p = logits.float().softmax(dim=-1)[positions]
+        return naive_position_loss(
             draft_logits(drafter, self.binding, outputs.hidden, outputs.latent),
             p,
             labels=blocks.labels[blocks.supervised],
@@ -168,8 +168,8 @@ class StepCase:
         self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=1e-5)
 
     @property
-    def num_slots(self) -> int:
-        """Supervised slots of the batch, at most."""
+    def num_draft_positions(self) -> int:
+        """Supervised positions of the batch, at most."""
         return int(self.batch["keep"].sum()) * self.drafter.config.block_size
 
     def run(self, way: str) -> float:
@@ -186,4 +186,4 @@ class StepCase:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-__all__ = ["NAIVE", "OURS", "WAYS", "LossCase", "StepCase", "naive_slot_loss"]
+__all__ = ["NAIVE", "OURS", "WAYS", "LossCase", "StepCase", "naive_position_loss"]

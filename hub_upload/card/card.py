@@ -10,14 +10,14 @@ import jinja2
 from huggingface_hub import ModelCard
 from jinja2.sandbox import SandboxedEnvironment
 
+from hub_upload.card.facts import FACTS_FILE, stated
 from hub_upload.card.inputs import CardInputs, read_inputs
 from hub_upload.card.metadata import eval_results, metadata
-from hub_upload.card.tables import TABLES
-from hub_upload.card.facts import FACTS_FILE, stated
 from hub_upload.card.quotes import BLANK, check_quoted, slug
+from hub_upload.card.tables import TABLES
+from training.common.files import write_atomically
 from training.evaluation.outputs import plot_acceptance
 from training.evaluation.report import EvalReport
-from training.common.files import write_atomically
 
 
 CARD = "README.md"
@@ -26,7 +26,7 @@ _FILTERS = ("capitalize", "trim", "wordwrap")  # which make no other number of o
 _QUOTING = tuple(
     getattr(jinja2.nodes, name) for name in ("Output", "TemplateData", "Call", "Getattr", "Name", "Const", "Filter")
 )
-_TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+_TEMPLATE = Path(__file__).parents[1] / "templates" / "model_card.md"
 
 
 def card_files(drafter: Path, *, facts: Path | None = None, reports: Sequence[Path] | None = None) -> dict[str, bytes]:

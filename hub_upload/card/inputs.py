@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from hub_upload.card.facts import FACTS_FILE, Facts, read_facts
 from hub_upload.card.quotes import Source, read_source, slug
 from modeling_dspark import DSparkModel
-from training.evaluation.report import EvalReport
-from training.data.features import fingerprint
 from training.common.files import checksum
+from training.data.features import fingerprint
+from training.evaluation.report import EvalReport
 
 
 WEIGHTS = "model.safetensors"

@@ -7,12 +7,12 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_res
 from huggingface_hub.utils import yaml_dump
 
 from hub_upload.card.inputs import CardInputs
-from hub_upload.card.tables import TABLES
 from hub_upload.card.quotes import Source, slug
+from hub_upload.card.tables import TABLES
 
 
 TAGS = ["dspark", "speculative-decoding", "custom_generate"]
-METRIC = "accepted_length"
+METRIC = "acceptance_length"
 
 
 def metadata(inputs: CardInputs) -> ModelCardData:

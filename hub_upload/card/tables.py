@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from training.evaluation.report import POOLED
 from training.common.tables import by_position, markdown_table, speed_tables
+from training.evaluation.report import POOLED
 
 
 def acceptance(report: dict[str, Any]) -> str:
     """Accepted length and conditional acceptance, by set and pooled."""
-    header = ["set", "prompts", "rounds", "accepted length", "drafts a round", "verify rate", "acceptance by slot"]
+    header = ["set", "prompts", "rounds", "accepted length", "drafts a round", "verify rate", "acceptance by position"]
     rows = []
     for name, part in _parts(report).items():
         figures = part["acceptance"]
-        shares = by_position(figures["acceptance_by_position"], figures["tried_by_position"])
-        lengths = [f"{figures['accepted_length']:.2f}", f"{figures['drafts_per_round']:.2f}"]
+        shares = by_position(figures["acceptance_rate_by_position"], figures["tried_by_position"])
+        lengths = [f"{figures['acceptance_length']:.2f}", f"{figures['drafts_per_round']:.2f}"]
         counts = [f"{part['prompts']:,}", f"{figures['rounds']:,}"]
         rows.append([name, *counts, *lengths, _percent(figures["verify_rate"], 1), shares])
     return markdown_table(header, rows)
@@ -37,15 +37,17 @@ def speed(report: dict[str, Any]) -> str:
 
 
 def calibration(file: dict[str, Any]) -> str:
-    """Temperatures and held-out errors by slot, of a calibration file in SGLang's form."""
+    """Temperatures and held-out errors by position, of a calibration file in SGLang's form."""
     columns = zip(file["temperatures"], file["ece_before"], file["ece_after"], strict=True)
-    rows = [[slot, f"{t:.3f}", f"{before:.2%}", f"{after:.2%}"] for slot, (t, before, after) in enumerate(columns)]
+    rows = [
+        [position, f"{t:.3f}", f"{before:.2%}", f"{after:.2%}"] for position, (t, before, after) in enumerate(columns)
+    ]
     means = [f"{sum(file[name]) / len(file[name]):.2%}" for name in ("ece_before", "ece_after")]
-    return markdown_table(["slot", "temperature", "ECE before", "ECE after"], [*rows, ["mean", "", *means]])
+    return markdown_table(["position", "temperature", "ECE before", "ECE after"], [*rows, ["mean", "", *means]])
 
 
 def confidence(figures: dict[str, Any]) -> str:
-    """Calibration errors on the prompts of an evaluation, as means over slots, and the ECE of exact predictions."""
+    """Calibration errors on the prompts of an evaluation, as means over positions, and the ECE of exact predictions."""
     kinds = (("ece", "ECE", ".2%"), ("auc", "AUC", ".3f"), ("brier", "Brier score", ".4f"))
     said = []
     for name, title, form in kinds:

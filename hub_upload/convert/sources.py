@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from hub_upload.convert.streaming import rows_piece
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.formats.load import config_from, misfits, read_config
+from modeling_dspark.formats.load import config_from, mismatches, read_config
 from modeling_dspark.formats.table import COPIES, DROPPED, detect
 from modeling_dspark.formats.tensors import DTYPES, StoredTensor, stored_tensors
 
@@ -114,7 +114,7 @@ def _own_config(raw: dict[str, Any], stored: Mapping[str, StoredTensor], source:
         config = DSparkConfig.from_dict(raw)
     except StrictDataclassError as error:
         raise ValueError(f"The config.json of `{source}`: {error}.") from error
-    if problems := misfits(DSparkModel, config, stored):
+    if problems := mismatches(DSparkModel, config, stored):
         raise ValueError(f"The checkpoint `{source}` does not fit its configuration; {'; '.join(problems)}.")
     return config
 

@@ -48,7 +48,7 @@ def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
     if kind.fixed and target is None:
         problems.append("the target's `final_logit_softcapping` has to be in it; give the target with `--target`")
     if not config.sample_from_anchor:
-        problems.append("the older layout (`sample_from_anchor=False`): in it, the anchor's slot always drafts")
+        problems.append("the older layout (`sample_from_anchor=False`): in it, the anchor's position always drafts")
     if config.num_target_layers is None:
         problems.append("`num_target_layers` is not known; give the target with `--target`")
     if ids is not None and target is None:

@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from hub_upload.hub.claims import Claims, claims_of_card, claims_of_report, contradictions
+from hub_upload.hub.push import PackageFile
 from hub_upload.package.contents import REQUIRED, foreign_files
 from hub_upload.package.manifest import MANIFEST, read_manifest
 from hub_upload.package.package import AUTO_MAP, custom_generate_file, remote_code_files
-from hub_upload.hub.push import PackageFile
 from hub_upload.package.scan import scan
 from modeling_dspark import DSparkModel
-from training.evaluation.report import EvalReport
 from training.data.features import fingerprint
+from training.evaluation.report import EvalReport
 
 
 OK, FAIL, OPEN = "ok", "FAIL", "open"

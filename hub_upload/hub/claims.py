@@ -21,16 +21,16 @@ ROUNDING = 0.005  # half of the last digit that the table shows
 _GREEDY = re.compile(r"^#+ Greedy\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
 _LINES = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
 _CELL_END = re.compile(r"(?<!\\)\|")
-_COLUMNS = ("set", "prompts", "rounds", "accepted length", "acceptance by slot")
+_COLUMNS = ("set", "prompts", "rounds", "accepted length", "acceptance by position")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Figures of a set: prompts and rounds behind them, accepted length, conditional acceptance by slot."""
+    """Figures of a set: prompts and rounds behind them, accepted length, conditional acceptance by position."""
 
     prompts: int
     rounds: int
-    accepted_length: float
+    acceptance_length: float
     acceptance: tuple[float | None, ...]
 
 
@@ -44,7 +44,7 @@ class Claims:
 
     def lengths(self, groups: set[str]) -> dict[str, float]:
         """The accepted length claimed for each of some of the sets."""
-        return {name: self.sets[name].accepted_length for name in groups}
+        return {name: self.sets[name].acceptance_length for name in groups}
 
     def prompts(self, groups: set[str]) -> int:
         """Prompts behind these claims."""
@@ -82,8 +82,8 @@ def contradictions(folder: Path, card: Claims, report: Claims | None) -> list[st
 
 def _of_set(part: SetReport) -> Claim:
     figures = part.acceptance
-    acceptance = tuple(figures["acceptance_by_position"])
-    return Claim(part.prompts, figures["rounds"], figures["accepted_length"], acceptance)
+    acceptance = tuple(figures["acceptance_rate_by_position"])
+    return Claim(part.prompts, figures["rounds"], figures["acceptance_length"], acceptance)
 
 
 def _table(text: str) -> dict[str, dict[str, str]]:
@@ -112,7 +112,7 @@ def _table(text: str) -> dict[str, dict[str, str]]:
 def _claim(name: str, row: dict[str, str]) -> Claim:
     try:
         counts = [int(row[column].replace(",", "")) for column in ("prompts", "rounds")]
-        acceptance = tuple(None if cell == "-" else float(cell) for cell in row["acceptance by slot"].split())
+        acceptance = tuple(None if cell == "-" else float(cell) for cell in row["acceptance by position"].split())
         length = float(row["accepted length"])
         if not 1 <= length < math.inf:
             raise ValueError(f"an accepted length is at least 1, got {length}")
@@ -132,19 +132,19 @@ def _sums(card: Claims) -> Iterator[str]:
         total = sum(getattr(claim, name) for claim in card.sets.values())
         if total != getattr(card.pooled, name):
             yield f"{name} of the sets add up to {total}, not to {getattr(card.pooled, name)}"
-    tokens = sum(claim.rounds * claim.accepted_length for claim in card.sets.values())
+    tokens = sum(claim.rounds * claim.acceptance_length for claim in card.sets.values())
     mean = tokens / sum(claim.rounds for claim in card.sets.values())
-    if abs(mean - card.pooled.accepted_length) > 2 * ROUNDING:
-        yield f"accepted lengths of the sets pool to {mean:.2f}, not to {card.pooled.accepted_length}"
+    if abs(mean - card.pooled.acceptance_length) > 2 * ROUNDING:
+        yield f"accepted lengths of the sets pool to {mean:.2f}, not to {card.pooled.acceptance_length}"
 
 
 def _metadata(folder: Path, card: Claims) -> Iterator[str]:
-    known = {slug(name): claim.accepted_length for name, claim in card.sets.items()}
+    known = {slug(name): claim.acceptance_length for name, claim in card.sets.items()}
     results = ModelCard.load(folder / "README.md").data.eval_results or []
     values = [
         ("model-index", result.dataset_config or result.dataset_name, result.metric_value)
         for result in results
-        if result.metric_type == "accepted_length" and "greedy" in (result.metric_name or "greedy")
+        if result.metric_type == "acceptance_length" and "greedy" in (result.metric_name or "greedy")
     ]
     for path in sorted((folder / ".eval_results").glob("*.yaml")):
         for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
@@ -166,7 +166,10 @@ def _differences(card: Claims, report: Claims) -> Iterator[str]:
         said, true = (each.pooled if name == POOLED else each.sets[name] for each in (card, report))
         if (said.prompts, said.rounds) != (true.prompts, true.rounds):
             yield f"`{name}` has {said.prompts} prompts and {said.rounds} rounds, {true.prompts} and {true.rounds} in the report"
-        shares = [(said.accepted_length, true.accepted_length), *zip(said.acceptance, true.acceptance, strict=False)]
+        shares = [
+            (said.acceptance_length, true.acceptance_length),
+            *zip(said.acceptance, true.acceptance, strict=False),
+        ]
         for stated, measured in shares:
             if stated != measured and (stated is None or measured is None or abs(stated - measured) > ROUNDING + 1e-9):
                 yield f"`{name}` says {stated}, the report {measured if measured is None else round(measured, 3)}"

@@ -20,8 +20,8 @@ from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
-from hub_upload.package.contents import REQUIRED, foreign_files, is_package_file
 from hub_upload.hub.errors import GARBLED, WAITS, HTTPError, announce, garbled, is_transient, patiently
+from hub_upload.package.contents import REQUIRED, foreign_files, is_package_file
 from hub_upload.package.scan import scan
 
 

@@ -1,7 +1,7 @@
 """Whether a drafter does what its card says: checked without running it, then run in a process of its own.
 
 Code that is not the installed project's is not run unless it was accepted. Losslessness is judged token for token in fp32
-with whole blocks verified; accepted length and acceptance by slot are compared with the claims as `hub_upload.hub.deviation`
+with whole blocks verified; accepted length and acceptance by position are compared with the claims as `hub_upload.hub.deviation`
 says. The rounds are counted twice, as forwards of the target and by the drafter, and both counts have to agree.
 """
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import hub_upload
-from hub_upload import verify_probe
+from hub_upload.hub import verify_probe
 from hub_upload.hub.checks import FAIL, OK, OPEN, Check, Report, static_checks
 from hub_upload.hub.claims import Claims
 from hub_upload.hub.deviation import FEWEST, FEWEST_TRIALS, LEVEL, compare
 from hub_upload.hub.subject import Subject, find_subject
 from modeling_dspark import DSparkModel
-from training.evaluation.runs import PromptSet, plan_sets, read_sets
-from training.confidence.rounds import judged
 from training.common.targets import load_tokenizer, resolve_target
+from training.confidence.rounds import judged
+from training.evaluation.runs import PromptSet, plan_sets, read_sets
 
 
 PROMPTS = Path(hub_upload.__file__).parents[1] / "benchmarks" / "prompts_eval.jsonl"
@@ -61,12 +61,12 @@ class Outcome:
     verified: list[int]
     accepted: list[int]
 
-    def tried(self, slot: int) -> int:
-        """Rounds in which all slots before were kept and this one was verified."""
-        return sum(v > slot and a >= slot for v, a in zip(self.verified, self.accepted, strict=True))
+    def tried(self, position: int) -> int:
+        """Rounds in which all positions before were kept and this one was verified."""
+        return sum(v > position and a >= position for v, a in zip(self.verified, self.accepted, strict=True))
 
-    def kept(self, slot: int) -> int:
-        return sum(v > slot and a > slot for v, a in zip(self.verified, self.accepted, strict=True))
+    def kept(self, position: int) -> int:
+        return sum(v > position and a > position for v, a in zip(self.verified, self.accepted, strict=True))
 
 
 def verify(
@@ -220,7 +220,7 @@ def _check_figures(outcomes: list[Outcome], claims: Claims | None) -> Iterator[C
         return
     yield _check_length(claimed, claims)
     if set(claims.sets) == {each.group for each in useful}:  # else the pooled claim is of another mix of sets
-        yield _check_slots(useful, claims)
+        yield _check_positions(useful, claims)
 
 
 def _check_length(outcomes: list[Outcome], claims: Claims) -> Check:
@@ -238,12 +238,12 @@ def _check_length(outcomes: list[Outcome], claims: Claims) -> Check:
     return Check("accepted length", verdict, f"{said}, {len(outcomes)} prompts, {sum(rounds)} rounds")
 
 
-def _check_slots(outcomes: list[Outcome], claims: Claims) -> Check:
-    """Each slot at a level that all of them together keep to `LEVEL`."""
+def _check_positions(outcomes: list[Outcome], claims: Claims) -> Check:
+    """Each position at a level that all of them together keep to `LEVEL`."""
     problems, compared = [], []
-    stated = [(slot, share) for slot, share in enumerate(claims.pooled.acceptance) if share is not None]
-    for slot, share in stated:
-        tried, kept = [each.tried(slot) for each in outcomes], [each.kept(slot) for each in outcomes]
+    stated = [(position, share) for position, share in enumerate(claims.pooled.acceptance) if share is not None]
+    for position, share in stated:
+        tried, kept = [each.tried(position) for each in outcomes], [each.kept(position) for each in outcomes]
         if sum(tried) < FEWEST_TRIALS:
             continue
         level = LEVEL / len(stated)
@@ -251,12 +251,12 @@ def _check_slots(outcomes: list[Outcome], claims: Claims) -> Check:
         compared.append(f"{found.measured:.2f}")
         if found.deviates:
             problems.append(
-                f"slot {slot}: claimed {share:.2f}, measured {found.measured:.2f} ({found.low:.2f} to {found.high:.2f})"
+                f"position {position}: claimed {share:.2f}, measured {found.measured:.2f} ({found.low:.2f} to {found.high:.2f})"
             )
     if not compared:
-        return Check("acceptance", OPEN, f"no slot was tried {FEWEST_TRIALS} times; raise --limit")
+        return Check("acceptance", OPEN, f"no position was tried {FEWEST_TRIALS} times; raise --limit")
     return Check.of(
-        "acceptance", problems, f"by slot {' '.join(compared)}, as claimed ({len(compared)} slots compared)"
+        "acceptance", problems, f"by position {' '.join(compared)}, as claimed ({len(compared)} positions compared)"
     )
 
 

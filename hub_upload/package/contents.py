@@ -12,7 +12,8 @@ _PATTERNS = (
     r"config\.json",
     r"README\.md",
     r"model\.safetensors",
-    r"[a-z]\w*_dspark\.py",
+    r"(compat|model|target|fused|schedule|draft|engine|generate)_\w+\.py",
+    r"[a-z]\w*_dspark\.py",  # packages of 0.1 have this ending everywhere
     r"custom_generate/generate\.py",
     r"calibration\.json",
     r"cost_profile\.json",

@@ -6,7 +6,7 @@ target's embedding and LM head are dropped, since both are borrowed from the tar
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +16,7 @@ from transformers.utils import cached_file
 
 from .table import COPIES, DROPPED, Format, detect
 from .tensors import StoredTensor, stored_tensors
-from .translate import fields_of, unsupported
-
-
-_FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-def load_checkpoint(
-    load: Callable[..., Any], model_class: Any, name_or_path: Any, *model_args: Any, **kwargs: Any
-) -> Any:
-    """Call `load` (Transformers' `from_pretrained`) and refuse anything but a complete drafter.
-
-    Raises:
-        ValueError: if the folder holds another model or traits that are not supported, a file is corrupt, or a tensor
-            is missing, unexpected or mis-shaped.
-    """
-    wants_info, source = kwargs.pop("output_loading_info", False), str(name_or_path)
-    if kwargs.get("config") is None and name_or_path is not None:
-        kwargs |= _foreign(
-            model_class, name_or_path, {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
-        )
-    kwargs["ignore_mismatched_sizes"] = True  # reported below, together with the rest
-    try:
-        model, info = load(name_or_path, *model_args, output_loading_info=True, **kwargs)
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # safetensors is not among the imports remote code may have
-            raise
-        raise ValueError(
-            f"A weight file of `{source}` is corrupt or truncated ({error}). Download or copy it again."
-        ) from error
-    _refuse_incomplete(info, source)
-    _check_draft_vocabulary(model, source)
-    if kwargs.get("key_mapping"):
-        vars(model).pop("_weight_conversions", None)  # or `save_pretrained` would give the tensors their old names
-    return (model, info) if wants_info else model
+from .translate import to_config_fields, unsupported
 
 
 def read_config(name_or_path: Any, **file_arguments: Any) -> dict[str, Any]:
@@ -91,7 +58,7 @@ def config_from(
     config = None
     try:
         problems += unsupported(kind, raw)
-        config = model_class.config_class(**fields_of(kind, raw, tensors))
+        config = model_class.config_class(**to_config_fields(kind, raw, tensors))
         if not isinstance(config.dtype, torch.dtype | None):
             raise TypeError(f"`dtype` is {config.dtype!r}")
     except (TypeError, AttributeError, StrictDataclassError) as error:
@@ -100,13 +67,13 @@ def config_from(
         problems.append(str(error).rstrip("."))
     if config is not None:
         ours = {kind.rename(name): tensor for name, tensor in tensors.items()}
-        problems += misfits(model_class, config, ours)
+        problems += mismatches(model_class, config, ours)
     if problems:
         raise ValueError(f"The checkpoint `{source}` ({kind.name}'s format) cannot be used: {'; '.join(problems)}.")
     return config
 
 
-def misfits(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) -> list[str]:
+def mismatches(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """What is missing, unexpected or of the wrong shape among tensors with our names."""
     if config.num_hidden_layers > len(tensors):  # before that many are built
         return [f"`num_hidden_layers` is {config.num_hidden_layers}, and there are {len(tensors)} tensors in all"]
@@ -135,7 +102,7 @@ def misfits(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) 
         ],
     }
     if not any(lists[what] for what in lists if what != "unexpected") and config.draft_vocab_size and "t2d" in tensors:
-        lists["contradictory"] = vocabulary_misfits(tensors["d2t"].read(), tensors["t2d"].read())
+        lists["contradictory"] = vocabulary_mismatches(tensors["d2t"].read(), tensors["t2d"].read())
     return [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
 
 
@@ -144,7 +111,7 @@ def _dtypes_for(name: str) -> tuple[str, ...]:
     return ("I64", "I32") if name == "d2t" else ("F64", "F32", "F16", "BF16")
 
 
-def vocabulary_misfits(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
+def vocabulary_mismatches(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
     """What two maps of a draft vocabulary, `d2t` `[Vd]` and `t2d` `[V]`, say of each other that is not so."""
     tokens = (d2t.long() + torch.arange(len(d2t))).sort().values
     marked = t2d.nonzero().flatten()
@@ -153,7 +120,7 @@ def vocabulary_misfits(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
     return [f"`d2t` names {len(tokens.unique())} tokens, and `t2d` marks {len(marked)}, not the same ones"]
 
 
-def _foreign(model_class: Any, name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
+def foreign_arguments(model_class: Any, name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `from_pretrained` with which a checkpoint of another format loads as ours; none for ours."""
     source, raw = str(name_or_path), read_config(name_or_path, **file_arguments)
     own = model_class.config_class.model_type
@@ -168,26 +135,4 @@ def _foreign(model_class: Any, name_or_path: Any, file_arguments: dict[str, Any]
     return {"config": config, "key_mapping": renamed} if renamed else {"config": config}
 
 
-def _refuse_incomplete(info: dict[str, Any], source: str) -> None:
-    problems = []
-    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in info.get(name) or ())
-        if keys:
-            problems.append(f"{name.split('_')[0]}: {', '.join(keys)}")
-    if problems:
-        raise ValueError(f"The checkpoint `{source}` does not fit its configuration; {'; '.join(problems)}.")
-
-
-def _check_draft_vocabulary(model: Any, source: str) -> None:
-    ids = model.draft_token_ids
-    if ids is None or ids.is_meta:
-        return
-    inside = bool(((ids >= 0) & (ids < model.config.vocab_size)).all())
-    if not inside or ids.unique().numel() != ids.numel():
-        raise ValueError(
-            f"The checkpoint `{source}` has a `d2t` that does not map its draft vocabulary to distinct tokens in "
-            f"[0, vocab_size = {model.config.vocab_size})."
-        )
-
-
-__all__ = ["config_from", "load_checkpoint", "misfits", "read_config", "vocabulary_misfits"]
+__all__ = ["config_from", "foreign_arguments", "mismatches", "read_config", "vocabulary_mismatches"]

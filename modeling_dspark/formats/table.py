@@ -52,7 +52,7 @@ class Format:
         heads (`str`): Where the fields of the heads are; those that are not there are at the top.
         places (`dict[str, tuple[str, ...]]`): Where a field of ours is that has another name; the first that is there.
         layer_shift (`int`): What to add to the ids of tapped layers.
-        anchor_slot (`bool` or `str`): Whether the anchor's slot drafts, or where that is said (nothing there: it does not).
+        anchor_position (`bool` or `str`): Whether the anchor's position drafts, or where that is said (nothing there: it does not).
         fixed (`dict`): Fields of ours that all drafters of the format have in common.
         neutral (`dict[str, tuple]`): Places of what is not supported, with the values that mean its absence.
         known (`tuple[str, ...]`): If not empty: all names that may be at `heads`.
@@ -69,14 +69,14 @@ class Format:
     heads: str = ""
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layer_shift: int = 0
-    anchor_slot: bool | str = True
+    anchor_position: bool | str = True
     fixed: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, tuple] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
     architectures: tuple[str, ...] = ()
 
-    def tells(self, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+    def matches(self, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
         """Whether a config and the names of its tensors are of this format."""
         value = look_up(raw, self.sign) if self.sign else None
         if self.sign and (value is None or (self.values and value not in self.values)):
@@ -113,7 +113,7 @@ SPECULATORS = Format(
         "target_name_or_path": ("target_name_or_path", "speculators_config.verifier.name_or_path"),
     },
     layer_shift=-1,
-    anchor_slot="sample_from_anchor",
+    anchor_position="sample_from_anchor",
     neutral={**_TRAITS, "speculators_model_type": ("dspark", "dflash")},
 )
 _NESTED = Format(
@@ -159,7 +159,7 @@ SPECFORGE = replace(
 SPECFORGE_WITHOUT_HEADS = replace(_NESTED, name="SpecForge", sign="dflash_config.projector_type", values=("dspark",))
 DFLASH = replace(
     _NESTED,
-    anchor_slot="dflash_config.shift_label",
+    anchor_position="dflash_config.shift_label",
     neutral={**_NESTED.neutral, "dflash_config.projector_type": ("dflash",)},
 )
 DEEPSPEC = Format(
@@ -235,7 +235,7 @@ def detect(
     # An early format of SpecForge's has our `model_type`.
     if raw.get("model_type") == own and "dflash_config" not in raw:
         return None
-    kind = next(kind for kind in FORMATS if kind.tells(raw, tensors))
+    kind = next(kind for kind in FORMATS if kind.matches(raw, tensors))
     places = (*kind.required, *(f"{kind.layers}.{name}" if kind.layers else name for name in SIZES))
     missing = [place for place in places if look_up(raw, place) is None]
     if kind.read(raw, "block_size") is None:

@@ -1,4 +1,4 @@
-"""A config of another format as this project's: fields, ids of tapped layers, layout of slots; what cannot be represented.
+"""A config of another format as this project's: fields, ids of tapped layers, layout of positions; what cannot be represented.
 
 What a config leaves out is taken from the shapes of the tensors. Nothing is read from files here.
 """
@@ -14,7 +14,7 @@ from .tensors import StoredTensor
 _SCALED = ("cohere", "falconh1", "gemma", "granite", "hyperclovax", "minicpm3", "nanochat")
 
 
-def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+def to_config_fields(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """The fields of our config that a config of another format has or implies."""
     names = (*LAYER_FIELDS, *HEAD_FIELDS, *OWN_FIELDS, "target_layer_ids", "block_size", "dtype", "torch_dtype")
     fields = {name: value for name in names if (value := kind.read(raw, name)) is not None}
@@ -24,10 +24,10 @@ def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, Stored
         fields |= {name: value for name, value in old.items() if value is not None}
     fields |= kind.fixed
     fields["target_layer_ids"] = [layer_id + kind.layer_shift for layer_id in fields["target_layer_ids"]]
-    anchor, slots = _anchor_drafts(kind, raw), fields["block_size"]
-    if not isinstance(slots, int):
-        raise TypeError(f"`block_size` is {slots!r}")
-    fields |= {"sample_from_anchor": anchor, "block_size": slots - (not anchor)}
+    anchor, positions = _anchor_drafts(kind, raw), fields["block_size"]
+    if not isinstance(positions, int):
+        raise TypeError(f"`block_size` is {positions!r}")
+    fields |= {"sample_from_anchor": anchor, "block_size": positions - (not anchor)}
     fields.setdefault("num_target_layers", None)
     if fields.get("draft_vocab_size") == fields["vocab_size"] and "d2t" not in tensors:
         del fields["draft_vocab_size"]
@@ -37,7 +37,7 @@ def fields_of(kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, Stored
 
 
 def _anchor_drafts(kind: Format, raw: Mapping[str, Any]) -> bool:
-    return kind.anchor_slot if isinstance(kind.anchor_slot, bool) else bool(look_up(raw, kind.anchor_slot))
+    return kind.anchor_position if isinstance(kind.anchor_position, bool) else bool(look_up(raw, kind.anchor_position))
 
 
 def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -75,20 +75,20 @@ def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
         problems.append(f"`architectures` are {named} (supported: {list(kind.architectures)})")
     if unknown := sorted((look_up(raw, kind.heads) or {}).keys() - set(kind.known)) if kind.known else []:
         problems.append(f"`{kind.heads}` has fields that are not known here: {unknown}")
-    return problems + _unsupported_targets(raw, layers) + _contradictory_slots(kind, raw)
+    return problems + _unsupported_targets(raw, layers) + _contradictory_positions(kind, raw)
 
 
-def _contradictory_slots(kind: Format, raw: Mapping[str, Any]) -> list[str]:
-    """A block that is said to draft as many tokens as it has slots, in the layout whose anchor drafts none.
+def _contradictory_positions(kind: Format, raw: Mapping[str, Any]) -> list[str]:
+    """A block that is said to draft as many tokens as it has positions, in the layout whose anchor drafts none.
 
     Read in the wrong layout, each draft is one position off: no error, and few drafts are kept.
     """
-    slots = kind.read(raw, "block_size")
+    positions = kind.read(raw, "block_size")
     methods = look_up(raw, "speculators_config.proposal_methods") or ()
-    if _anchor_drafts(kind, raw) or slots not in [look_up(method, "speculative_tokens") for method in methods]:
+    if _anchor_drafts(kind, raw) or positions not in [look_up(method, "speculative_tokens") for method in methods]:
         return []
     return [
-        f"`speculative_tokens` is {slots}, as is `block_size`, and without `{kind.anchor_slot}=true` one slot of these drafts "
+        f"`speculative_tokens` is {positions}, as is `block_size`, and without `{kind.anchor_position}=true` one position of these drafts "
         "none; write into its config.json which of the two layouts it was trained in"
     ]
 
@@ -112,4 +112,4 @@ def scales(architectures: Iterable[Any]) -> bool:
     return any(family in str(name).lower() for family in _SCALED for name in architectures)
 
 
-__all__ = ["fields_of", "scales", "unsupported"]
+__all__ = ["scales", "to_config_fields", "unsupported"]

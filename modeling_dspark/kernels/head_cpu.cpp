@@ -1,8 +1,8 @@
 // The sequential head of a DSpark drafter on a CPU: a whole block in one call.
 //
-// For every slot, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
-// logit, then `logits = base + W2 @ latent`, and the slot's token from them. W2 (vocabulary * rank weights) is read once
-// a slot, for all rows; all else is small. The floor is therefore `slots * bytes of W2 / memory bandwidth`.
+// For every position, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
+// logit, then `logits = base + W2 @ latent`, and the position's token from them. W2 (vocabulary * rank weights) is read once
+// a position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
 //
 // Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
 // version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
@@ -24,21 +24,21 @@
 
 // Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
-  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
-  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t rows, positions, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose positions are contiguous
   int64_t mixer_row_stride;   // of `mixer_weight`
-  const void *base;           // [rows, slots, vocabulary]
-  const void *hidden;         // [rows, slots, hidden_size]
+  const void *base;           // [rows, positions, vocabulary]
+  const void *hidden;         // [rows, positions, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
   const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
-  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
-  int64_t *columns, *tokens;                        // [rows, slots]
-  float *confidence;                                // [rows, slots]
+  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, positions]
+  float *confidence;                                // [rows, positions]
   void *scratch;                                    // of the GPU; not used here
   double temperature;                               // 0: the highest logit
   uint64_t seed;
@@ -137,9 +137,9 @@ struct Workspace {
   int32_t failed = 0;  // whether a draft token was none of the target's
 };
 
-// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and slot alone.
-inline double uniform(uint64_t seed, uint32_t row, uint32_t slot) {
-  uint32_t counter[4] = {row, slot, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+// Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and position alone.
+inline double uniform(uint64_t seed, uint32_t row, uint32_t position) {
+  uint32_t counter[4] = {row, position, 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
   for (int round = 0; round < 10; ++round) {
     const uint64_t first = uint64_t(0xD2511F53u) * counter[0], second = uint64_t(0xCD9E8D57u) * counter[2];
     const uint32_t next[4] = {uint32_t(second >> 32) ^ counter[1] ^ key[0], uint32_t(second),
@@ -402,12 +402,12 @@ class Head {
   }
 
  private:
-  const T *base_of(int64_t row, int64_t slot) const { return base + (row * a.slots + slot) * a.vocabulary; }
-  T *logits_of(int64_t row, int64_t slot) const {
-    return static_cast<T *>(a.logits) + (row * a.slots + slot) * a.vocabulary;
+  const T *base_of(int64_t row, int64_t position) const { return base + (row * a.positions + position) * a.vocabulary; }
+  T *logits_of(int64_t row, int64_t position) const {
+    return static_cast<T *>(a.logits) + (row * a.positions + position) * a.vocabulary;
   }
-  const T *hidden_of(int64_t row, int64_t slot) const {
-    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + slot * a.hidden_size;
+  const T *hidden_of(int64_t row, int64_t position) const {
+    return static_cast<const T *>(a.hidden) + row * a.hidden_row_stride + position * a.hidden_size;
   }
 
   static void wait() {
@@ -418,33 +418,33 @@ class Head {
 
   // One thread's part of the whole block.
   void work(int64_t thread, int64_t count) {
-    for (int64_t slot = 0; slot < a.slots; ++slot) {
-      for (int64_t row = thread; row < a.rows; row += count) embed(row, slot);
+    for (int64_t position = 0; position < a.positions; ++position) {
+      for (int64_t row = thread; row < a.rows; row += count) embed(row, position);
       wait();
       if (a.kind != kVanilla) {
-        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, slot);
+        for (int64_t unit = thread; unit < mixer_size; unit += count) mix(unit, position);
         wait();
       }
       for (int64_t row = thread; row < a.rows; row += count) finish_latent(row);
       wait();
       const int64_t first = tiles * thread / count, last = tiles * (thread + 1) / count;
-      project(thread, slot, first, last);
+      project(thread, position, first, last);
       wait();
       if (a.temperature > 0) {
         for (int64_t row = thread; row < a.rows; row += count) best_of(row, count);
         wait();
-        for (int64_t block = thread; block < blocks; block += count) weigh(block, slot);
+        for (int64_t block = thread; block < blocks; block += count) weigh(block, position);
         wait();
       }
       for (int64_t row = thread; row < a.rows; row += count) {
-        choose(row, slot, a.temperature > 0 ? draw(row, slot) : best_of(row, count));
+        choose(row, position, a.temperature > 0 ? draw(row, position) : best_of(row, count));
       }
     }
   }
 
-  // W1 of the token before the slot, and the confidence logit, which knows no later token.
-  void embed(int64_t row, int64_t slot) {
-    int64_t token = slot ? a.tokens[row * a.slots + slot - 1] : a.anchors[row];
+  // W1 of the token before the position, and the confidence logit, which knows no later token.
+  void embed(int64_t row, int64_t position) {
+    int64_t token = position ? a.tokens[row * a.positions + position - 1] : a.anchors[row];
     if (token < 0 || token >= a.target_vocabulary) {
       __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
       token = 0;
@@ -452,19 +452,19 @@ class Head {
     for (int64_t i = 0; i < a.rank; ++i) previous[row * a.rank + i] = widen(w1[token * a.rank + i]);
     if (!a.confidence_weight) return;
     const T *weight = static_cast<const T *>(a.confidence_weight);
-    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, slot), a.hidden_size);
+    float sum = widen(*static_cast<const T *>(a.confidence_bias)) + dot(weight, hidden_of(row, position), a.hidden_size);
     if (a.confidence_reads_tokens) sum += dot(weight + a.hidden_size, &previous[row * a.rank], a.rank);
-    a.confidence[row * a.slots + slot] = sum;
+    a.confidence[row * a.positions + position] = sum;
   }
 
   // One output of the gate's or the recurrent cell's linear layer, for all rows.
-  void mix(int64_t unit, int64_t slot) {
+  void mix(int64_t unit, int64_t position) {
     const T *weight = static_cast<const T *>(a.mixer_weight) + unit * a.mixer_row_stride;
     const T *of_previous = a.kind == kRnn ? weight + a.rank : weight;
     for (int64_t row = 0; row < a.rows; ++row) {
-      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.slots + slot) * mixer_size;
+      const T *of_hidden = static_cast<const T *>(a.mixer_hidden) + (row * a.positions + position) * mixer_size;
       float sum = widen(of_hidden[unit]) + dot(of_previous, &previous[row * a.rank], a.rank);
-      if (a.kind == kRnn && slot) sum += dot(weight, &state[row * a.rank], a.rank);
+      if (a.kind == kRnn && position) sum += dot(weight, &state[row * a.rank], a.rank);
       mixed[row * mixer_size + unit] = sum;
     }
   }
@@ -489,22 +489,22 @@ class Head {
   static float sigmoid(float value) { return 1 / (1 + std::exp(-value)); }
 
   // Logits of the tiles from `first` to `last`, and the best column in each lane so far.
-  void project(int64_t thread, int64_t slot, int64_t first, int64_t last) {
+  void project(int64_t thread, int64_t position, int64_t first, int64_t last) {
     for (int64_t i = thread * a.rows * kLanes; i < (thread + 1) * a.rows * kLanes; ++i) {
       best_value[i] = -__builtin_inff();
       best_column[i] = INT32_MAX;
     }
     for (int64_t tile = first; tile < last; ++tile) {
       int64_t row = 0;
-      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, slot, tile, row);
-      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, slot, tile, row);
-      for (; row < a.rows; ++row) project_tile<1>(thread, slot, tile, row);
+      for (; row + 4 <= a.rows; row += 4) project_tile<4>(thread, position, tile, row);
+      for (; row + 2 <= a.rows; row += 2) project_tile<2>(thread, position, tile, row);
+      for (; row < a.rows; ++row) project_tile<1>(thread, position, tile, row);
     }
   }
 
   // Sixteen columns of W2 times `kRows` latents, sixteen sums at a time.
   template <int kRows>
-  void project_tile(int64_t thread, int64_t slot, int64_t tile, int64_t row) {
+  void project_tile(int64_t thread, int64_t position, int64_t tile, int64_t row) {
     constexpr int kColumns = kLanes / kRows;
     const int64_t first = tile * kLanes, count = lower_of(kLanes, a.vocabulary - first);
     const T *weights = count < kLanes ? ending : w2 + first * a.rank;
@@ -515,7 +515,7 @@ class Head {
       const floats reduced = transpose_sums(sums);
       for (int r = 0; r < kRows; ++r) std::memcpy(&products[r][pass * kColumns], (float *)&reduced + r * kColumns, kColumns * 4);
     }
-    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, slot, first, count, products[r]);
+    for (int r = 0; r < kRows; ++r) finish_tile(thread, row + r, position, first, count, products[r]);
   }
 
   // `sums[r * kColumns + c]` is, spread over its lanes, the product of row `c` of `weights` and the latent of `row + r`.
@@ -585,10 +585,10 @@ class Head {
     return place + bytes;
   }
 
-  void finish_tile(int64_t thread, int64_t row, int64_t slot, int64_t first, int64_t count, const float *products) {
+  void finish_tile(int64_t thread, int64_t row, int64_t position, int64_t first, int64_t count, const float *products) {
     alignas(64) T rounded[kLanes];
-    const T *source = base_of(row, slot) + first;
-    T *target = a.logits ? logits_of(row, slot) + first : rounded;
+    const T *source = base_of(row, position) + first;
+    T *target = a.logits ? logits_of(row, position) + first : rounded;
     floats value;
     if (count == kLanes) {
       value = store(target, load(source) + load(products));
@@ -632,8 +632,8 @@ class Head {
   }
 
   // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
-  floats weights_at(int64_t row, int64_t slot, int64_t column, int64_t stop) const {
-    const T *logits = logits_of(row, slot) + column;
+  floats weights_at(int64_t row, int64_t position, int64_t column, int64_t stop) const {
+    const T *logits = logits_of(row, position) + column;
     alignas(64) T padded[kLanes];
     if (stop - column < kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) padded[lane] = column + lane < stop ? logits[lane] : narrow<T>(-__builtin_inff());
@@ -643,11 +643,11 @@ class Head {
   }
 
   // The sum of the weights of one block of columns, for all rows.
-  void weigh(int64_t block, int64_t slot) {
+  void weigh(int64_t block, int64_t position) {
     const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     for (int64_t row = 0; row < a.rows; ++row) {
       floats sum{};
-      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, slot, column, stop);
+      for (int64_t column = block * kBlock; column < stop; column += kLanes) sum += weights_at(row, position, column, stop);
       double total = 0;
       for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
       sums[row * blocks + block] = total;
@@ -655,11 +655,11 @@ class Head {
   }
 
   // A column by inversion: first its block, then its place in the block; never one of weight zero.
-  int64_t draw(int64_t row, int64_t slot) const {
+  int64_t draw(int64_t row, int64_t position) const {
     const double *weights = &sums[row * blocks];
     double total = 0;
     for (int64_t block = 0; block < blocks; ++block) total += weights[block];
-    double level = uniform(a.seed, uint32_t(row), uint32_t(slot)) * total;
+    double level = uniform(a.seed, uint32_t(row), uint32_t(position)) * total;
     int64_t block = 0, last = 0;
     for (; block < blocks; ++block) {
       if (weights[block] > 0) last = block;
@@ -670,14 +670,14 @@ class Head {
       block = last;
       level = __builtin_inf();
     }
-    return column_at(row, slot, block, level);
+    return column_at(row, position, block, level);
   }
 
-  int64_t column_at(int64_t row, int64_t slot, int64_t block, double level) const {
+  int64_t column_at(int64_t row, int64_t position, int64_t block, double level) const {
     const int64_t stop = lower_of(a.vocabulary, (block + 1) * kBlock);
     int64_t chosen = block * kBlock;
     for (int64_t column = block * kBlock; column < stop; column += kLanes) {
-      const floats weights = weights_at(row, slot, column, stop);
+      const floats weights = weights_at(row, position, column, stop);
       for (int lane = 0; lane < kLanes; ++lane) {
         if (!(weights[lane] > 0)) continue;
         chosen = column + lane;
@@ -688,9 +688,9 @@ class Head {
     return chosen;
   }
 
-  void choose(int64_t row, int64_t slot, int64_t column) {
-    a.columns[row * a.slots + slot] = column;
-    a.tokens[row * a.slots + slot] = a.draft_to_target ? column + a.draft_to_target[column] : column;
+  void choose(int64_t row, int64_t position, int64_t column) {
+    a.columns[row * a.positions + position] = column;
+    a.tokens[row * a.positions + position] = a.draft_to_target ? column + a.draft_to_target[column] : column;
   }
 
   static constexpr int64_t kAhead = 16384;  // bytes of W2 to ask memory for in advance

@@ -1,12 +1,12 @@
 // The sequential head of a DSpark drafter on a GPU: a whole block in one cooperative launch.
 //
-// A slot is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
+// A position is one phase (vanilla) or two (gated, rnn: the latent first), with a barrier of the whole grid between phases;
 // where a cooperative launch is not possible, every phase is a launch of its own with the same body. In a phase each warp
 // takes sixteen columns of W2 at a time and multiplies them with the latents of up to 64 rows: by tensor cores for bf16
-// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd slots go through
+// and fp16, by ordinary instructions, four rows at a time, for fp32. Loads of W2 are 16 bytes wide. Odd positions go through
 // W2 backwards, and so find the part that was read last in the L2 cache.
 //
-// Memory traffic of a slot, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
+// Memory traffic of a position, in bytes: W2 once (vocabulary * rank * size of a weight; once for each 64 rows, in fp32 for each
 // four), base logits once (rows * vocabulary * size), the same again for the corrected logits if they are asked for, and
 // from L2 one row of W1 for each row and block of the grid. All else is small. The floor is the first of these over the
 // bandwidth of the memory.
@@ -33,22 +33,22 @@ typedef unsigned long long uint64_t;
 
 // Mirrored by `HeadArguments` in fused_launch.py. Arrays are contiguous, but for the strides given in elements.
 struct DsparkHeadArguments {
-  int64_t rows, slots, vocabulary, target_vocabulary, rank, hidden_size;
-  int64_t hidden_row_stride;  // of `hidden`, whose slots are contiguous
+  int64_t rows, positions, vocabulary, target_vocabulary, rank, hidden_size;
+  int64_t hidden_row_stride;  // of `hidden`, whose positions are contiguous
   int64_t mixer_row_stride;   // of `mixer_weight`
-  const void *base;           // [rows, slots, vocabulary]
-  const void *hidden;         // [rows, slots, hidden_size]
+  const void *base;           // [rows, positions, vocabulary]
+  const void *hidden;         // [rows, positions, hidden_size]
   const int64_t *anchors;     // [rows], tokens of the target
   const void *w1;             // [target vocabulary, rank]
   const void *w2;             // [vocabulary, rank]
   const void *mixer_weight;   // its part for W1[previous] (gated, [rank, rank]) or [state; W1[previous]] (rnn, [3 rank, 2 rank])
-  const void *mixer_hidden;   // [rows, slots, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
+  const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, slots, vocabulary], or null if nobody asks for them
-  int64_t *columns, *tokens;                        // [rows, slots]
-  float *confidence;                                // [rows, slots]
-  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, slots] of 8; then floats: latents [rows, rank], states [2, rows, rank]
+  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  int64_t *columns, *tokens;                        // [rows, positions]
+  float *confidence;                                // [rows, positions]
+  void *scratch;  // zeros: a counter of 8 bytes, keys [rows, positions] of 8; then floats: latents [rows, rank], states [2, rows, rank]
   double temperature;  // 0: the highest logit
   uint64_t seed;
   int32_t kind;                     // 0 vanilla, 1 gated, 2 rnn
@@ -172,21 +172,21 @@ __device__ inline int warp_id() { return threadIdx.x / kLanes; }
 __device__ inline int warps_of_block() { return blockDim.x / kLanes; }
 
 __device__ inline uint32_t *counter_of(const Arguments &a) { return (uint32_t *)a.scratch; }
-__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t slot) {
-  return (Key *)a.scratch + 1 + row * a.slots + slot;
+__device__ inline Key *key_at(const Arguments &a, int64_t row, int64_t position) {
+  return (Key *)a.scratch + 1 + row * a.positions + position;
 }
-__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.slots); }
-__device__ inline float *states_of(const Arguments &a, int64_t slot) {  // two of them take turns
-  return latents_of(a) + (1 + slot % 2) * a.rows * a.rank;
+__device__ inline float *latents_of(const Arguments &a) { return (float *)((Key *)a.scratch + 1 + a.rows * a.positions); }
+__device__ inline float *states_of(const Arguments &a, int64_t position) {  // two of them take turns
+  return latents_of(a) + (1 + position % 2) * a.rows * a.rank;
 }
 
 __device__ inline int64_t token_of(const Arguments &a, int64_t column) {
   return a.draft_to_target ? column + a.draft_to_target[column] : column;
 }
 
-// The token before a slot. The one of the slot before is the winner of a phase that has ended.
-__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t slot) {
-  const int64_t token = slot ? token_of(a, column_of(load_now(key_at(a, row, slot - 1)))) : a.anchors[row];
+// The token before a position. The one of the position before is the winner of a phase that has ended.
+__device__ inline int64_t token_before(const Arguments &a, int64_t row, int64_t position) {
+  const int64_t token = position ? token_of(a, column_of(load_now(key_at(a, row, position - 1)))) : a.anchors[row];
   return token < 0 ? 0 : token < a.target_vocabulary ? token : a.target_vocabulary - 1;  // never beyond W1
 }
 
@@ -233,9 +233,9 @@ __device__ int latent_pitch(int64_t rank) {  // in elements; the 64 bytes more k
 }
 
 template <typename T>
-__device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
+__device__ void load_latents(const Arguments &a, int64_t position, int64_t first_row, int tile_rows, T *latents, int64_t *before) {
   for (int i = threadIdx.x; i < tile_rows; i += blockDim.x) {
-    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, slot) : 0;
+    before[i] = first_row + i < a.rows ? token_before(a, first_row + i, position) : 0;
   }
   __syncthreads();
   constexpr int kCount = 16 / sizeof(T);
@@ -261,26 +261,26 @@ __device__ void load_latents(const Arguments &a, int64_t slot, int64_t first_row
 
 // One place of the latent, and of the state of an rnn, for all rows; by a warp.
 template <typename T>
-__device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
+__device__ void mix(const Arguments &a, int64_t position, int64_t place) {
   const T *weight = (const T *)a.mixer_weight + place * a.mixer_row_stride;
   const int64_t next = a.rank * a.mixer_row_stride;  // from the gate to the candidate to the output of an rnn
   const int64_t width = a.kind == kRnn ? 3 * a.rank : a.rank;
   for (int64_t row = 0; row < a.rows; ++row) {
-    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
-    const float *state = states_of(a, slot + 1) + row * a.rank;  // of the slot before
+    const T *embedded = (const T *)a.w1 + token_before(a, row, position) * a.rank;
+    const float *state = states_of(a, position + 1) + row * a.rank;  // of the position before
     float sums[3] = {0.0f, 0.0f, 0.0f};
     for (int64_t i = lane_id(); i < a.rank; i += kLanes) {
       const float previous = widen(embedded[i]);
       if (a.kind == kGated) {
         sums[0] += widen(weight[i]) * previous;
       } else {
-        const float memory = slot ? load_now(state + i) : 0.0f;
+        const float memory = position ? load_now(state + i) : 0.0f;
         for (int part = 0; part < 3; ++part) {
           sums[part] += widen(weight[part * next + i]) * memory + widen(weight[part * next + a.rank + i]) * previous;
         }
       }
     }
-    const T *hidden = (const T *)a.mixer_hidden + (row * a.slots + slot) * width + place;
+    const T *hidden = (const T *)a.mixer_hidden + (row * a.positions + position) * width + place;
     for (int part = 0; part < (a.kind == kRnn ? 3 : 1); ++part) {
       sums[part] = warp_sum(sums[part]) + widen(hidden[part * a.rank]);
     }
@@ -290,27 +290,27 @@ __device__ void mix(const Arguments &a, int64_t slot, int64_t place) {
       if (a.kind == kGated) {
         *latent = gate * widen(embedded[place]);
       } else {
-        const float memory = slot ? load_now(state + place) : 0.0f;
-        states_of(a, slot)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
+        const float memory = position ? load_now(state + place) : 0.0f;
+        states_of(a, position)[row * a.rank + place] = gate * memory + (1.0f - gate) * tanhf(sums[1]);
         *latent = tanhf(sums[2]);
       }
     }
   }
 }
 
-// The confidence logit of a row, which knows no token after the one before the slot; by a warp.
+// The confidence logit of a row, which knows no token after the one before the position; by a warp.
 template <typename T>
-__device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) {
+__device__ void score_confidence(const Arguments &a, int64_t position, int64_t row) {
   const T *weight = (const T *)a.confidence_weight;
-  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + slot * a.hidden_size;
+  const T *hidden = (const T *)a.hidden + row * a.hidden_row_stride + position * a.hidden_size;
   float sum = 0.0f;
   for (int64_t i = lane_id(); i < a.hidden_size; i += kLanes) sum += widen(weight[i]) * widen(hidden[i]);
   if (a.confidence_reads_tokens) {
-    const T *embedded = (const T *)a.w1 + token_before(a, row, slot) * a.rank;
+    const T *embedded = (const T *)a.w1 + token_before(a, row, position) * a.rank;
     for (int64_t i = lane_id(); i < a.rank; i += kLanes) sum += widen(weight[a.hidden_size + i]) * widen(embedded[i]);
   }
   sum = warp_sum(sum);
-  if (lane_id() == 0) a.confidence[row * a.slots + slot] = sum + widen(*(const T *)a.confidence_bias);
+  if (lane_id() == 0) a.confidence[row * a.positions + position] = sum + widen(*(const T *)a.confidence_bias);
 }
 
 // ------------------------------------------------------------------------------------------------ the projection
@@ -319,11 +319,11 @@ __device__ void score_confidence(const Arguments &a, int64_t slot, int64_t row) 
 template <typename T>
 struct Chooser {
   const Arguments &a;
-  int64_t slot;
+  int64_t position;
   float inverse;  // of the temperature; 0: the highest logit
 
   __device__ Key candidate(int64_t row, int64_t column, float product, uint32_t word) const {
-    const int64_t at = (row * a.slots + slot) * a.vocabulary + column;
+    const int64_t at = (row * a.positions + position) * a.vocabulary + column;
     const T stored = narrow<T>(widen(((const T *)a.base)[at]) + product);
     if (a.logits) ((T *)a.logits)[at] = stored;
     float level = widen(stored);
@@ -347,7 +347,7 @@ struct Chooser {
 
   __device__ Words noise(int64_t row, int64_t column) const {
     if (inverse == 0.0f || row >= a.rows) return Words{{0, 0, 0, 0}};
-    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)slot, (uint32_t)(row / 2), 1u);
+    return philox(a.seed, (uint32_t)(column / kColumns * 8 + column % 8), (uint32_t)position, (uint32_t)(row / 2), 1u);
   }
 };
 
@@ -488,7 +488,7 @@ struct Projection<float, kTiles> {
 
 // The best candidate of the block for each row of the tile goes to the grid's.
 template <typename P>
-__device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row, const Key *best, Key *of_warps) {
+__device__ void publish_best(const Arguments &a, int64_t position, int64_t first_row, const Key *best, Key *of_warps) {
 #pragma unroll
   for (int key = 0; key < P::kKeys; ++key) {
     Key mine = best[key];
@@ -499,44 +499,44 @@ __device__ void publish_best(const Arguments &a, int64_t slot, int64_t first_row
   for (int row = threadIdx.x; row < P::kRows && first_row + row < a.rows; row += blockDim.x) {
     Key mine = 0;
     for (int warp = 0; warp < warps_of_block(); ++warp) mine = higher(mine, of_warps[warp * P::kRows + row]);
-    if (mine) atomicMax(key_at(a, first_row + row, slot), mine);
+    if (mine) atomicMax(key_at(a, first_row + row, position), mine);
   }
   __syncthreads();
 }
 
-// Logits and winners of a slot.
+// Logits and winners of a position.
 template <typename T, int kTiles>
-__device__ void project(const Arguments &a, int64_t slot, unsigned char *shared) {
+__device__ void project(const Arguments &a, int64_t position, unsigned char *shared) {
   typedef Projection<T, kTiles> P;
   Key *of_warps = (Key *)shared;
   int64_t *before = (int64_t *)(of_warps + warps_of_block() * P::kRows);
   T *latents = (T *)(before + P::kRows);
-  const Chooser<T> chooser = {a, slot, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
+  const Chooser<T> chooser = {a, position, a.temperature > 0 ? (float)(1.0 / a.temperature) : 0.0f};
   const int64_t units = (a.vocabulary + kColumns - 1) / kColumns;
   const int64_t mine = (int64_t)blockIdx.x * warps_of_block() + warp_id(), step = (int64_t)gridDim.x * warps_of_block();
   if (a.confidence_weight && warp_id() == warps_of_block() - 1) {
-    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, slot, row);
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) score_confidence<T>(a, position, row);
   }
   int64_t tile = 0;
   for (int64_t first_row = 0; first_row < a.rows; first_row += P::kRows, ++tile) {
-    load_latents<T>(a, slot, first_row, P::kRows, latents, before);
+    load_latents<T>(a, position, first_row, P::kRows, latents, before);
     Key best[P::kKeys] = {};
     for (int64_t unit = mine; unit < units; unit += step) {
-      const int64_t place = (slot + tile) % 2 ? units - 1 - unit : unit;
+      const int64_t place = (position + tile) % 2 ? units - 1 - unit : unit;
       P::columns(chooser, latents, first_row, place * kColumns, best);
     }
-    publish_best<P>(a, slot, first_row, best, of_warps);
+    publish_best<P>(a, position, first_row, best, of_warps);
   }
 }
 
-__device__ inline int phases_of_slot(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
+__device__ inline int phases_of_position(const Arguments &a) { return a.kind == kVanilla ? 1 : 2; }
 
 // One phase of the block: the last one writes down the tokens.
 template <typename T, int kTiles>
 __device__ void phase(const Arguments &a, int64_t number, unsigned char *shared) {
-  const int64_t slot = number / phases_of_slot(a);
-  if (slot == a.slots) {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.slots; i += (int64_t)gridDim.x * blockDim.x) {
+  const int64_t position = number / phases_of_position(a);
+  if (position == a.positions) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.rows * a.positions; i += (int64_t)gridDim.x * blockDim.x) {
       const int64_t column = column_of(load_now((Key *)a.scratch + 1 + i));
       a.columns[i] = column;
       a.tokens[i] = token_of(a, column);
@@ -544,10 +544,10 @@ __device__ void phase(const Arguments &a, int64_t number, unsigned char *shared)
   } else if (a.kind != kVanilla && number % 2 == 0) {
     const int64_t warps = (int64_t)gridDim.x * warps_of_block();
     for (int64_t place = (int64_t)blockIdx.x * warps_of_block() + warp_id(); place < a.rank; place += warps) {
-      mix<T>(a, slot, place);
+      mix<T>(a, position, place);
     }
   } else {
-    project<T, kTiles>(a, slot, shared);
+    project<T, kTiles>(a, position, shared);
   }
 }
 

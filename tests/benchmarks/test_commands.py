@@ -49,7 +49,7 @@ def test_a_latency_run_writes_its_report(pair, prompts_file, tmp_path, monkeypat
     assert list(speeds) == [PLAIN, ASSISTED, "prompt_lookup"]
     assert entry["ratio"][ASSISTED] == pytest.approx(speeds[ASSISTED] / speeds[PLAIN], rel=1e-2)
     assert entry["new_tokens"] == {PLAIN: 18, ASSISTED: 18, "prompt_lookup": 18}
-    assert (entry["tau"], entry["acceptance_by_position"]) == (BLOCK + 1, [1.0] * BLOCK)
+    assert (entry["tau"], entry["acceptance_rate_by_position"]) == (BLOCK + 1, [1.0] * BLOCK)
     ratios = [of_set["ratio"][ASSISTED] for of_set in section["sets"].values()]
     assert overall["geometric_mean_ratio"][ASSISTED] == pytest.approx((ratios[0] * ratios[1]) ** 0.5, rel=1e-3)
     assert overall["min_ratio"][ASSISTED] == min(ratios)

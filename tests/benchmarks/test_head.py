@@ -19,10 +19,10 @@ needs_fused = pytest.mark.skipif(backend_for(torch.device("cpu")) is None, reaso
 @needs_fused
 def test_all_ways_of_a_case_make_the_same_block(tmp_path):
     like = tiny_drafter(tiny_target("llama"))
-    sizes = {"vocabulary": 97, "rank": 16, "slots": 3, "kind": "rnn"}
+    sizes = {"vocabulary": 97, "rank": 16, "positions": 3, "kind": "rnn"}
     drafter = head.random_drafter(like, **sizes, dtype=torch.float32)
     with torch.no_grad():
-        ways = head.ways(drafter, rows=2, slots=3, temperature=0.0, compiled=False)
+        ways = head.ways(drafter, rows=2, positions=3, temperature=0.0, compiled=False)
         assert set(ways) == {"torch", "fused", "kernel", "floor"}
         tokens, ran = ways["torch"]().tokens, ways["kernel"]()
         assert torch.equal(ways["fused"]().tokens, tokens)
@@ -36,7 +36,20 @@ def test_the_command_writes_every_case(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head, "check_drafter", lambda name: None)
     monkeypatch.setattr("transformers.AutoModel.from_pretrained", lambda *_, **__: like)
     output = tmp_path / "head.json"
-    options = ["--vocabulary", "64", "80", "--rank", "8", "--slots", "2", "--rows", "1", "3", "--dtype", "bfloat16"]
+    options = [
+        "--vocabulary",
+        "64",
+        "80",
+        "--rank",
+        "8",
+        "--positions",
+        "2",
+        "--rows",
+        "1",
+        "3",
+        "--dtype",
+        "bfloat16",
+    ]
     assert head.main([*options, "--repeats", "1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     cases = {(result["vocabulary"], result["rows"], result["temperature"]) for result in report["results"]}
@@ -59,7 +72,7 @@ def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, t
     monkeypatch.setenv("DSPARK_FUSED_HEAD", "cpu")  # the user's own choice is what is measured
     drafting = code_of(pair.drafter, "draft_propose")
     ran = []
-    for name in ("fused_block", "_slot_by_slot"):
+    for name in ("fused_block", "_position_by_position"):
         monkeypatch.setattr(drafting, name, recorded(getattr(drafting, name), ran))
     before = dict(vars(drafting))
     output = tmp_path / "rounds.json"
@@ -67,13 +80,13 @@ def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, t
     assert head_rounds.main([*options, "--output", str(output)]) == 0
     assert os.environ["DSPARK_FUSED_HEAD"] == "cpu"
     assert vars(drafting) == before
-    assert set(ran) == {("fused_block", "cpu"), ("_slot_by_slot", "torch")}
+    assert set(ran) == {("fused_block", "cpu"), ("_position_by_position", "torch")}
     report = json.loads(output.read_text())
     assert [case["temperature"] for case in report["results"]] == [0.0, 1.0]
     for case in report["results"]:
         assert case["pairs"] >= 6
         assert case["interval"][0] <= case["ratio"] <= case["interval"][1]
-        assert all(0 < case["heads_ms"][way] < case["ms_a_round"][way] for way in ("slot by slot", "fused"))
+        assert all(0 < case["heads_ms"][way] < case["ms_a_round"][way] for way in ("position by position", "fused"))
     assert head_rounds.rounds_table(report["results"]) in capsys.readouterr().out
 
 
@@ -93,7 +106,7 @@ def test_rounds_without_a_fused_head_are_no_measurement(pair, prompts_file, tmp_
     monkeypatch.setattr(code_of(pair.drafter, "draft_propose"), "fusable_heads", lambda *_: None)
     options = ["--prompts", str(prompts_file), "--rows", "1", "--output", str(tmp_path / "rounds.json")]
     assert head_rounds.main(options) == 2
-    assert "The heads ran slot by slot, not fused" in capsys.readouterr().err
+    assert "The heads ran position by position, not fused" in capsys.readouterr().err
     assert not (tmp_path / "rounds.json").exists()
 
 

@@ -65,7 +65,7 @@ def test_a_repeat_count_below_one_is_refused(target, methods):
 def test_a_perfect_drafter_is_counted_as_one(target, methods):
     run = measure(target, PROMPT, methods, max_new_tokens=1 + 2 * (BLOCK + 1)).run()
     assert run.new_tokens == [BLOCK + 1, BLOCK + 1]  # the prefill gave the first token
-    assert run.acceptance_by_position == [1.0] * BLOCK
+    assert run.acceptance_rate_by_position == [1.0] * BLOCK
 
 
 def test_pooling_weighs_every_round_the_same_and_leaves_its_parts_alone():
@@ -73,9 +73,9 @@ def test_pooling_weighs_every_round_the_same_and_leaves_its_parts_alone():
     two = RunStatistics(2, drafted=[2], verified=[1], accepted=[1], new_tokens=[2])
     before = copy.deepcopy(one)
     pooled = pooled_run([one, two])
-    assert pooled.accepted_length == pytest.approx(6 / 3)
+    assert pooled.acceptance_length == pytest.approx(6 / 3)
     assert pooled.tried_by_position == [3, 1]
-    assert pooled.acceptance_by_position == pytest.approx([2 / 3, 1.0])
+    assert pooled.acceptance_rate_by_position == pytest.approx([2 / 3, 1.0])
     assert one == before
     with pytest.raises(ValueError, match="`runs`"):
         pooled_run([])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import domain, study, study_report
+from benchmarks import domain, study
+from benchmarks.lib import study_report
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training.train import ARCHITECTURES, parse_arguments
@@ -171,7 +172,7 @@ def test_answers_to_other_prompts_are_refused_before_anything_is_made(tiny_study
 
 
 class TestMargins:
-    def test_the_margin_is_that_of_the_accepted_lengths(self):
+    def test_the_margin_is_that_of_the_acceptance_lengths(self):
         ours, other = {"one": [10, 20], "two": [30]}, {"one": [15, 20], "two": [40]}
         mean, low, high = study_report.margin(ours, other)
         assert mean == pytest.approx(75 / 60 - 1)

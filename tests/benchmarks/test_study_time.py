@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks import study_time
+from benchmarks.baselines.autoregressive import EagleDrafter
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
-from benchmarks.baselines.autoregressive import EagleDrafter
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import memory, profile, throughput
-from benchmarks.lib.closed_loop import ClosedLoop, Slice, Workload, check_policies, default_policies, make_engine
 from benchmarks.baselines.references import AssistedLoop, BatchedGenerate
+from benchmarks.lib.closed_loop import ClosedLoop, Slice, Workload, check_policies, default_policies, make_engine
 from benchmarks.lib.throughput_summary import ratio_interval, summarize_level
 from modeling_dspark import CostProfile, modeling_dspark
 
@@ -98,7 +98,7 @@ def test_slices_begin_where_the_last_one_ended(pair):
     assert (slices[2].tokens, slices[2].seconds) == (0, 0.0)
     assert sum(item.tokens for item in slices) == whole.tokens == loop.num_tokens >= 60
     assert sum(item.steps for item in slices) == whole.steps
-    for name in ("rounds", "new_tokens", "verified", "parked"):
+    for name in ("rounds", "new_tokens", "verified", "plain"):
         assert sum(item.counts[name] for item in slices) == whole.counts[name]
 
 
@@ -135,7 +135,7 @@ def test_a_ratio_comes_with_the_interval_of_its_slices():
 
 
 def test_a_level_compares_with_plain_and_with_the_best_fixed_length():
-    counts = Counter(rounds=8, new_tokens=20, verified=12, parked=2)
+    counts = Counter(rounds=8, new_tokens=20, verified=12, plain=2)
     slices = {
         "plain": [Slice(10, 2.0, 8, 1.0), Slice(10, 2.0, 3, 1.0)],
         "fixed1": [Slice(10, 1.25), Slice(10, 1.25)],
@@ -152,7 +152,7 @@ def test_a_level_compares_with_plain_and_with_the_best_fixed_length():
     assert entry["decoding"]["tokens_per_second"] == 16.0
     assert entry["decoding"]["ratio_to_plain"] == {"value": 2.0, "low": None, "high": None}
     assert level["policies"]["fixed1"]["decoding"] is None
-    assert (entry["tau"], entry["verification_budget"], entry["parked_share"]) == (2.5, 1.5, 0.25)
+    assert (entry["tau"], entry["mean_verified_tokens"], entry["parked_share"]) == (2.5, 1.5, 0.25)
     assert entry["same_text"] == {"compared": 2, "equal": 1}
 
 
@@ -182,7 +182,7 @@ def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts
     assert "transformers_loop" not in two["policies"]
     assert {"git_commit", "threads", "cpu"} <= set(two["environment"])
     assert report["cost_profile"]["verify"] == {"counts": [1, 101], "seconds": [1.0, 3.0]}
-    assert (two["policies"]["plain"]["tau"], two["policies"]["plain"]["verification_budget"]) == (1.0, 0.0)
+    assert (two["policies"]["plain"]["tau"], two["policies"]["plain"]["mean_verified_tokens"]) == (1.0, 0.0)
     assert two["policies"]["fixed3"]["tau"] > 1  # the drafter is always right
     assert all(entry["same_text"]["equal"] == entry["same_text"]["compared"] for entry in two["policies"].values())
     assert throughput.main(["--plot", str(output), "--output", str(tmp_path / "images")]) == 0

@@ -7,7 +7,9 @@ import pytest
 from benchmarks import training_step
 
 
-SMALL = "--threads 1 --slots 64 --vocabulary 300 --hidden 16 --rank 4 --sequences 1 --tokens 40 --anchors 6 --layers 1"
+SMALL = (
+    "--threads 1 --positions 64 --vocabulary 300 --hidden 16 --rank 4 --sequences 1 --tokens 40 --anchors 6 --layers 1"
+)
 SMALL += " --step-vocabulary 300 --target-layers 3 --repeats 1"
 
 

@@ -1,6 +1,6 @@
 """The CUDA source of the fused head run on a CPU with tensors, and what it has to give, in fp64.
 
-Shapes: `R` rows, `K` slots, `D` hidden size, `V` draft vocabulary, `r` Markov rank.
+Shapes: `R` rows, `K` positions, `D` hidden size, `V` draft vocabulary, `r` Markov rank.
 """
 
 import ctypes
@@ -103,24 +103,24 @@ def run(
     base, hidden, anchors = (memory.copy(tensor) for tensor in inputs)
     weights = {name: memory.copy(value) for name, value in heads.items() if name not in ("kind", "mixer_bias")}
     mixer, w1, confidence_weight = weights["mixer_weight"], weights["w1"], weights["confidence_weight"]
-    (rows, slots, vocabulary), rank, size = base.shape, w1.shape[1], hidden.shape[2]
+    (rows, positions, vocabulary), rank, size = base.shape, w1.shape[1], hidden.shape[2]
     mixer_hidden = memory.copy(mixed_hidden(heads, hidden))
     logits = memory.output(base.shape, base.dtype)
-    columns, tokens = (memory.output((rows, slots), torch.int64) for _ in range(2))
-    confidence = memory.output((rows, slots), torch.float32)
-    scratch = memory.output((1 + rows * slots + -(-3 * rows * rank // 2),), torch.int64).zero_()
+    columns, tokens = (memory.output((rows, positions), torch.int64) for _ in range(2))
+    confidence = memory.output((rows, positions), torch.float32)
+    scratch = memory.output((1 + rows * positions + -(-3 * rows * rank // 2),), torch.int64).zero_()
 
     def address(tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
     arguments = HeadArguments(
         rows=rows,
-        slots=slots,
+        positions=positions,
         vocabulary=vocabulary,
         target_vocabulary=len(w1),
         rank=rank,
         hidden_size=size,
-        hidden_row_stride=slots * size,
+        hidden_row_stride=positions * size,
         mixer_row_stride=0 if mixer is None else mixer.shape[1],
         base=address(base),
         hidden=address(hidden),
@@ -144,7 +144,7 @@ def run(
         dtype=list(DTYPES.values()).index(base.dtype),
         aligned=rank * base.itemsize % 16 == 0 if launch.aligned is None else launch.aligned,
     )
-    phases = slots * (1 if heads["kind"] == "vanilla" else 2) + 1
+    phases = positions * (1 if heads["kind"] == "vanilla" else 2) + 1
     for first, last in [(0, phases)] if launch.in_one else [(i, i + 1) for i in range(phases)]:
         _launch(library, arguments, launch, first, last)
     memory.check()
@@ -170,7 +170,7 @@ def _launch(library: ctypes.CDLL, arguments: HeadArguments, launch: Launch, firs
 def reference(
     heads: dict[str, Any], inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits [R, K, V] and confidences [R, K] in fp64, of slots that follow the given tokens."""
+    """Logits [R, K, V] and confidences [R, K] in fp64, of positions that follow the given tokens."""
     base, hidden, anchors = inputs
     dtype, rank, size, kind = base.dtype, heads["w1"].shape[1], hidden.shape[2], heads["kind"]
     w1, w2 = heads["w1"].double(), heads["w2"].double()
@@ -183,8 +183,8 @@ def reference(
     elif kind == "rnn":
         rest = mixed_hidden(heads, hidden).double() + embedded @ heads["mixer_weight"][:, rank : 2 * rank].double().T
         state, outputs = torch.zeros(len(base), rank, dtype=torch.double), []
-        for slot in range(base.shape[1]):
-            mixed = rest[:, slot] + state @ heads["mixer_weight"][:, :rank].double().T
+        for position in range(base.shape[1]):
+            mixed = rest[:, position] + state @ heads["mixer_weight"][:, :rank].double().T
             gate, candidate, output = mixed.chunk(3, dim=1)
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
             outputs.append(output.tanh())

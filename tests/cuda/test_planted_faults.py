@@ -13,7 +13,7 @@ from tests.modeling.test_fused_head import random_heads
 
 
 KERNEL = ("bf16", 1)
-# nine rows go through W2 twice; a second slot reads what the first one left
+# nine rows go through W2 twice; a second position reads what the first one left
 CASES = [("vanilla", (63, 40, 9, 3, 8)), ("rnn", (63, 40, 9, 3, 8))]
 LAUNCHES = [Launch(3, 2, schedule, tiles=1) for schedule in range(3)]
 
@@ -34,7 +34,7 @@ FAULTS = {
     ),
     "columns of a fragment are swapped": ("{w[step][0].x, w[step][1].x,", "{w[step][1].x, w[step][0].x,"),
     "places of a fragment are swapped": ("late_x[2] = {x.z, x.w}", "late_x[2] = {x.w, x.z}"),
-    "a state is overwritten while it is read": ("(1 + slot % 2) * a.rows", "1 * a.rows"),
+    "a state is overwritten while it is read": ("(1 + position % 2) * a.rows", "1 * a.rows"),
     "rows do not end": ("if (row >= a.rows) return best;", ""),
     "columns do not end": ("if (column + 8 * half < a.vocabulary) {", "{"),
     "shared memory of two kinds overlaps": ("(before + P::kRows)", "before"),
@@ -54,7 +54,7 @@ RACES = {
     "no fence before a block arrives": ("    __threadfence();\n    atomicAdd", "    atomicAdd"),
     "no fence after the grid has arrived": ("spin();\n    __threadfence();", "spin();"),
 }
-# kernel, kind, rows, slots, vocabulary, rank, blocks, warps, schedule
+# kernel, kind, rows, positions, vocabulary, rank, blocks, warps, schedule
 PROGRAMS = [
     "dspark_head_fp32_1 1 5 2 63 16 2 2 1",
     "dspark_head_bf16_1 2 9 3 63 40 3 2 0",

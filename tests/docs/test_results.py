@@ -51,7 +51,7 @@ def test_the_calibration_is_the_one_that_is_described():
     assert mean <= 0.015
     fitted = json.loads((ROOT / "benchmarks" / "results" / "calibration.json").read_text())
     refitted = json.loads((ROOT / "benchmarks" / "results" / "refit_confidence.json").read_text())
-    losses = f"{refitted['loss_before']:.3f} nats a slot before, {refitted['loss_after']:.3f}"
+    losses = f"{refitted['loss_before']:.3f} nats a position before, {refitted['loss_after']:.3f}"
     assert f"weight decay of {refitted['weight_decay']}: {losses}" in " ".join(table.split())
     assert f"{fitted['fitted']['ece']:.2%}".replace("%", " %") in table
     assert fitted["held_out"]["temperatures"] == calibration["temperatures"]
@@ -67,7 +67,7 @@ def test_the_shipped_drafter_is_better_than_the_one_before_on_every_set():
     page = (ROOT / "docs" / "training.md").read_text()
     for name in (*reports[0]["sets"], "pooled"):
         both = [{**report["sets"], "pooled": report["pooled"]}[name] for report in reports]
-        before, after = (each["acceptance"]["accepted_length"] for each in both)
+        before, after = (each["acceptance"]["acceptance_length"] for each in both)
         assert after > before
         cells = [f"{before:.3f}", f"{after:.3f}", f"{after / before - 1:+.1%}"]
         assert [name, *cells] in [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
@@ -133,7 +133,7 @@ def test_quoted_time_and_memory_of_the_training_step():
         assert case["time_ratio"] <= (1.15 if part == "loss" else 1.0)
         assert case["loss_difference"] < (1e-5 if (part, dtype) == ("loss", "float32") else 1e-2)
         if part == "loss":
-            assert (case["slots"], case["vocabulary"]) == (2048, 151936)
+            assert (case["positions"], case["vocabulary"]) == (2048, 151936)
 
 
 def kept_more(results):

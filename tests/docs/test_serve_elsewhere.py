@@ -97,10 +97,10 @@ def test_every_command_of_the_page_is_checked():
     assert all(command.startswith("vllm ") or "sglang" in command for command in served())
 
 
-def check_calibration(content, num_slots=None):
+def check_calibration(content, num_draft_positions=None):
     assert set(content) == {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}
     assert all(value > 0 for value in content["temperatures"])
-    assert num_slots in (None, len(content["temperatures"]))
+    assert num_draft_positions in (None, len(content["temperatures"]))
     assert isinstance(content["num_samples"], int)
 
 

@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_measure
 from modeling_dspark.schedule_costs import Curve
-from modeling_dspark.target_packed import why_not_packable
 from modeling_dspark.schedule_policies import DraftSettings
+from modeling_dspark.target_packed import why_not_packable
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
 from tests.generation.test_greedy_equality import HEADS
 
@@ -244,12 +244,12 @@ def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
 @pytest.mark.parametrize("schedule", ["throughput", "throughput_lagged"])
 def test_rounds_have_few_numbers_of_tokens_where_each_needs_kernels(schedule, fake_costs, monkeypatch):
     """Rounds with drafts; a schedule left to itself uses whatever number of tokens pays. Texts are the same."""
-    costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all slots pay
+    costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all positions pay
     monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
     prompts, texts = PROMPTS * 2, texts_of("llama") * 2
     sizes = {}
     for step in (1, 4):
-        monkeypatch.setattr(engine_drafts, "rounding", lambda _, step=step: lambda n: -(-n // step) * step)
+        monkeypatch.setattr(engine_drafts, "token_buckets", lambda _, step=step: lambda n: -(-n // step) * step)
         target = copy.deepcopy(target_of("llama"))
         drafter = wrong_drafter(target, prompts, texts, block_size=5)
         assisted(target, drafter, prompts, max_new_tokens=1)  # whether it can be packed is known by now
@@ -747,7 +747,7 @@ class TestEngine:
         assert [run.verified for run in runs] == [[4, 0], [4, 1], [4, 2]]
         assert [run.accepted for run in runs] == [[4, 0], [4, 1], [4, 2]]
         assert [len(logits) for run in runs for logits in run.confidence_logits] == [4, 4, 2, 4, 2]
-        assert not any(run.parked_rounds for run in runs if run is not runs[0])
+        assert not any(run.plain_rounds for run in runs if run is not runs[0])
 
     @pytest.mark.parametrize("when", [2, 6])
     def test_a_step_that_was_left_half_done_is_not_gone_on_with(self, when):
@@ -905,7 +905,7 @@ def test_drafter_as_custom_generate_is_the_same_loop():
 
 
 def test_a_schedule_of_the_users_own_sees_every_drafting_row():
-    """What the view holds: confidences in (0, 1) of the slots that may be verified, and costs where they are asked for."""
+    """What the view holds: confidences in (0, 1) of the positions that may be verified, and costs where they are asked for."""
     views = []
 
     class Keeps(Schedule):

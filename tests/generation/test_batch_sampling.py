@@ -182,7 +182,7 @@ class TestJoint:
 
     @pytest.mark.parametrize("name", ["throughput", "throughput_lagged"])
     def test_schedules_by_name_with_parking(self, name, fake_costs):
-        """All rows in one decision; costs in which some slots pay."""
+        """All rows in one decision; costs in which some positions pay."""
         cheap = Curve([1], [0.05])
         costs = replace(fake_costs, verify=Curve([1, 1000], [1.0, 3.0]), draft=cheap, draft_sampled=cheap)
         target = soft_target()

@@ -25,8 +25,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
-from modeling_dspark.model_cache import cache_keyword, loop_takes_embeddings
 from modeling_dspark.fused_backends import backend_for
+from modeling_dspark.model_cache import cache_keyword, loop_takes_embeddings
 from modeling_dspark.schedule_policies import resolve_settings
 from modeling_dspark.target_binding import tapped_features
 from tests.builders import cache_with_kernels, script, tiny_drafter, tiny_target
@@ -117,7 +117,7 @@ class TestSettings:
         assert sum(run.verified) > 0
 
     def test_temperatures_of_the_confidence(self):
-        """Calibration changes which slots pass a threshold: a huge temperature brings every confidence to one half."""
+        """Calibration changes which positions pass a threshold: a huge temperature brings every confidence to one half."""
         target = tiny_target("llama")
         drafter = tiny_drafter(target, confidence_temperatures=[1e6] * 4)
         assert (
@@ -595,8 +595,8 @@ def test_statistics():
     assert run.new_tokens == [5, 5, 5, 5, 1]
     assert run.accepted == [4, 4, 4, 4, 0]
     assert run.verified_by_position == run.accepted_by_position == [4, 4, 4, 4]
-    assert run.acceptance_by_position == [1.0] * 4
-    assert run.accepted_length == 21 / 5
+    assert run.acceptance_rate_by_position == [1.0] * 4
+    assert run.acceptance_length == 21 / 5
     copied = copy.deepcopy(run)
     copied.extend(run)
     assert copied.rounds == 2 * run.rounds
@@ -690,7 +690,7 @@ def test_a_quantised_target_is_warned_about(caplog):
     target.is_quantized = True
     logging.get_logger("modeling_dspark.generate_call").warning_once.cache_clear()
     run = check(target, drafter, max_new_tokens=12, eos_token_id=None)
-    assert f"{run.accepted_length:.2f}" in caplog.text
+    assert f"{run.acceptance_length:.2f}" in caplog.text
     assert "quantised" in caplog.text
 
 

@@ -24,10 +24,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from modeling_dspark.model_cache import DSparkCache
+from modeling_dspark.draft_accept import Acceptance, accept_sampled
 from modeling_dspark.draft_propose import propose
+from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import tapped_features
-from modeling_dspark.draft_accept import Verdict, accept_sampled
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -113,8 +113,8 @@ def sampled_rows(target, drafter, processors, *, threshold=0.0, accept=accept_sa
 def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
     """Counts of texts drawn by a plain loop over ragged rows around `propose` and `accept`."""
     processor = LogitsProcessorList(processors)
-    start, num_slots = PROMPT.shape[1], drafter.config.block_size
-    ids = torch.zeros(num_rows, start + LENGTH + num_slots + 1, dtype=torch.long)
+    start, num_draft_positions = PROMPT.shape[1], drafter.config.block_size
+    ids = torch.zeros(num_rows, start + LENGTH + num_draft_positions + 1, dtype=torch.long)
     ids[:, :start] = PROMPT
     rows = torch.arange(num_rows)[:, None]
     outputs = target(ids[:, :start], output_hidden_states=True)
@@ -143,20 +143,20 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
         )
         verified = (proposal.confidence >= threshold).int().cumprod(dim=-1).sum(dim=-1)
         trial = ids.clone()
-        slots = lengths[:, None] + torch.arange(num_slots)
-        inside = slots < trial.shape[1]
-        trial[rows.expand_as(slots)[inside], slots[inside]] = proposal.tokens[inside]
+        draft_positions = lengths[:, None] + torch.arange(num_draft_positions)
+        inside = draft_positions < trial.shape[1]
+        trial[rows.expand_as(draft_positions)[inside], draft_positions[inside]] = proposal.tokens[inside]
         outputs = target(trial, output_hidden_states=True)
         logits = outputs.logits
         target_logits = []
-        for slot in range(num_slots + 1):
-            index = (lengths + slot).clamp(max=trial.shape[1])
+        for draft_position in range(num_draft_positions + 1):
+            index = (lengths + draft_position).clamp(max=trial.shape[1])
             raw = logits.gather(1, (index - 1)[:, None, None].expand(-1, 1, SIZE)).squeeze(1)
             target_logits.append(processor(prefixes(trial, index), raw))
         verdict = accept(proposal.tokens, proposal.full_logits(SIZE), torch.stack(target_logits, dim=1), verified)
-        for slot in range(num_slots):
-            kept = (verdict.num_accepted > slot) & ~done
-            ids[kept, lengths[kept] + slot] = proposal.tokens[kept, slot]
+        for draft_position in range(num_draft_positions):
+            kept = (verdict.num_accepted > draft_position) & ~done
+            ids[kept, lengths[kept] + draft_position] = proposal.tokens[kept, draft_position]
         live = ~done
         ids[live, lengths[live] + verdict.num_accepted[live]] = verdict.next_tokens[live]
         lengths = torch.where(live, lengths + verdict.num_accepted + 1, lengths)
@@ -213,11 +213,11 @@ def _unprocessed_residual(draft_tokens, draft_logits, target_logits, lengths):
     verdict = accept_sampled(draft_tokens, draft_logits, target_logits, lengths)
     index = verdict.num_accepted[:, None, None].expand(-1, 1, target_logits.shape[-1])
     fresh = torch.multinomial(target_logits.gather(1, index).squeeze(1).softmax(-1), 1).squeeze(1)
-    return Verdict(verdict.num_accepted, fresh)
+    return Acceptance(verdict.num_accepted, fresh)
 
 
 def _peeking_schedule(draft_tokens, draft_logits, target_logits, lengths):
-    """Broken: whether a slot is verified depends on the token drawn for it (Appendix A of the paper)."""
+    """Broken: whether a position is verified depends on the token drawn for it (Appendix A of the paper)."""
     return accept_sampled(draft_tokens, draft_logits, target_logits, ((draft_tokens != 0).int().cumprod(1)).sum(1))
 
 

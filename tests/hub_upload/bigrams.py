@@ -76,10 +76,10 @@ def row_of(name, counted):
     rounds = sum(len(each.tokens) for each in counted)
     tau = sum(sum(each.tokens) for each in counted) / rounds
     shares = []
-    for slot in range(BLOCK):
+    for position in range(BLOCK):
         pairs = [(k, t) for each in counted for k, t in zip(each.kept, each.tried, strict=True)]
-        tried = sum(t > slot and k >= slot for k, t in pairs)
-        shares.append(f"{sum(k > slot for k, _ in pairs) / tried:.2f}" if tried else "-")
+        tried = sum(t > position and k >= position for k, t in pairs)
+        shares.append(f"{sum(k > position for k, _ in pairs) / tried:.2f}" if tried else "-")
     return f"| {name} | {len(counted)} | {rounds} | {tau:.2f} | 4.00 | 50.0% | {' '.join(shares)} |", tau
 
 
@@ -92,12 +92,14 @@ def card_of(texts, table):
         {
             "task": {"type": "text-generation"},
             "dataset": {"name": name, "type": "org/prompts", "config": name},
-            "metrics": [{"type": "accepted_length", "value": round(tau, 4), "name": "Accepted length (tau), greedy"}],
+            "metrics": [
+                {"type": "acceptance_length", "value": round(tau, 4), "name": "Accepted length (tau), greedy"}
+            ],
         }
         for name, (_, tau) in rows.items()
         if name != "pooled"
     ]
     index = json.dumps([{"name": "tiny", "results": results}])
-    header = "| set | prompts | rounds | accepted length | drafts a round | verify rate | acceptance by slot |"
+    header = "| set | prompts | rounds | accepted length | drafts a round | verify rate | acceptance by position |"
     table = "\n".join([header, "|---|---|---|---|---|---|---|", *(row for row, _ in rows.values())])
     return f"---\nlibrary_name: transformers\nmodel-index: {index}\n---\n\n## Results\n\n### Greedy\n\n{table}\n\n### Speed\n"

@@ -4,11 +4,11 @@ import json
 import random
 
 from tests.builders import tiny_drafter, tiny_target
-from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
-from training.evaluation.report import EvalReport, SetReport
-from training.data.features import fingerprint
 from training.common.files import checksum
 from training.confidence.rounds import join
+from training.data.features import fingerprint
+from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
+from training.evaluation.report import EvalReport, SetReport
 
 
 TEMPERATURES = [1.2345, 0.6789, 1.1111, 0.9876]
@@ -44,7 +44,7 @@ def make_drafter(folder, **fields):
 
 
 def random_rounds(seed, count=300):
-    """Recorded rounds of four slots."""
+    """Recorded rounds of four positions."""
     generator = random.Random(seed)
     rounds = []
     for _ in range(count):
@@ -69,7 +69,7 @@ def set_figures(rounds, seed, *, with_speed):
     return SetReport(
         prompts=17 + seed,
         skipped=0,
-        acceptance=acceptance_figures(**counts, num_slots=4),
+        acceptance=acceptance_figures(**counts, num_draft_positions=4),
         calibration=calibration_figures(**calibration, temperatures=TEMPERATURES),
         thresholds=tuple(sweep),
         speed=speed_figures(timings) if with_speed else None,
@@ -101,7 +101,7 @@ def latency(folder):
     """A report of `benchmarks.latency` of the drafter in a folder."""
     figures = {
         "tau": 2.3456,
-        "acceptance_by_position": [0.7123, 0.6234, 0.5345, 0.0],
+        "acceptance_rate_by_position": [0.7123, 0.6234, 0.5345, 0.0],
         "tried_by_position": [95, 61, 33, 0],
         "prompts": 13,
     }

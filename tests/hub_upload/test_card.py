@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from hub_upload import card
 from hub_upload.__main__ import app
+from hub_upload.card import card
 from hub_upload.card.card import card_files, write_card
 from hub_upload.package.package import package
 from tests.builders import cache_with_kernels, tiny_target
@@ -95,8 +95,8 @@ class TestNumbers:
         known = {form for source in [*sources, calibration] for value in leaves(source) for form in spellings(value)}
         derived = [calibration[name] for name in ("ece_before", "ece_after")]
         derived += [source["pooled"]["calibration"]["ece_floor"] for source in sources[:2]]
-        known |= {form for values in derived for form in spellings(sum(values) / len(values))}  # means over slots
-        known |= {"0", "1", "2", "3", "11/13", "95"}  # slots; texts that are the same; the interval's level
+        known |= {form for values in derived for form in spellings(sum(values) / len(values))}  # means over positions
+        known |= {"0", "1", "2", "3", "11/13", "95"}  # positions; texts that are the same; the interval's level
         text = text_of(folder, *names)
         part = re.sub(r"`[0-9a-f]{12}`|!\[.*\)|digits_2", "", text.split("## Results")[1].split("## Training")[0])
         numbers = re.findall(r"\d[\d,./]*\d|\d", part)
@@ -105,7 +105,7 @@ class TestNumbers:
 
     def test_a_number_of_a_report_is_the_number_of_the_card(self, folder):
         def change(report):
-            report["sets"]["letters"]["acceptance"]["accepted_length"] = 7.7654
+            report["sets"]["letters"]["acceptance"]["acceptance_length"] = 7.7654
             report["pooled"]["speed"]["interval"] = [8.123, 9.876]
 
         assert "7.77" not in text_of(folder)
@@ -215,7 +215,7 @@ class TestContent:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
         assert any("a\\|b c" in row for row in rows)
 
-    def test_the_plot_shows_a_line_for_each_set_and_slot(self, folder, tmp_path):
+    def test_the_plot_shows_a_line_for_each_set_and_position(self, folder, tmp_path):
         (tmp_path / "plot.png").write_bytes(card_files(folder, reports=reports(folder))["images/acceptance.png"])
         pixels = imread(tmp_path / "plot.png")
         assert min(pixels.shape[:2]) > 400
@@ -251,23 +251,23 @@ class TestMetadata:
         assert data.tags == ["dspark", "speculative-decoding", "custom_generate"]
         assert (data.language, data.datasets, data.model_name) == (["en"], ["org/answers"], "tiny-drafter")
         expected = [
-            (name, round(part["acceptance"]["accepted_length"], 4))
+            (name, round(part["acceptance"]["acceptance_length"], 4))
             for path in reports(folder, "greedy", "sampled-0.8")
             for name, part in json.loads(path.read_text())["sets"].items()
         ]
         found = [(result.dataset_config, result.metric_value) for result in data.eval_results]
         assert sorted(found) == sorted(expected)
-        assert {result.metric_type for result in data.eval_results} == {"accepted_length"}
+        assert {result.metric_type for result in data.eval_results} == {"acceptance_length"}
 
     def test_eval_results_are_in_the_form_of_the_hub(self, folder):
         files = card_files(folder, reports=reports(folder, "greedy", "sampled-0.8"))
         names = [name for name in files if name.startswith(".eval_results/")]
-        assert names == [f".eval_results/accepted_length_{name}.yaml" for name in ("greedy", "sampled_0_8")]
+        assert names == [f".eval_results/acceptance_length_{name}.yaml" for name in ("greedy", "sampled_0_8")]
         for name, path in zip(names, reports(folder, "greedy", "sampled-0.8"), strict=True):
             entries = parse_eval_result_entries(yaml.safe_load(files[name]))
             sets = json.loads(path.read_text())["sets"]
             assert [(entry.dataset_id, entry.task_id) for entry in entries] == [("org/prompts", each) for each in sets]
-            lengths = [part["acceptance"]["accepted_length"] for part in sets.values()]
+            lengths = [part["acceptance"]["acceptance_length"] for part in sets.values()]
             assert [entry.value for entry in entries] == pytest.approx(lengths, abs=5e-5)
             assert all("accepted length" in entry.notes for entry in entries)
         assert parse_eval_result_entries(yaml.safe_load(files[names[0]]))[0].date == "2026-11-30T10:00:00+00:00"
@@ -364,7 +364,7 @@ class TestCommand:
         result = runner.invoke(app, [*words, "--output", str(tmp_path / "elsewhere" / "CARD.md")])
         assert result.exit_code == 0, result.output
         names = {path.relative_to(tmp_path / "elsewhere").as_posix() for path in (tmp_path / "elsewhere").rglob("*.*")}
-        assert names >= {"CARD.md", "images/acceptance.png", ".eval_results/accepted_length_greedy.yaml"}
+        assert names >= {"CARD.md", "images/acceptance.png", ".eval_results/acceptance_length_greedy.yaml"}
         assert runner.invoke(app, words).exit_code == 0
         assert (folder / "README.md").read_bytes() == (tmp_path / "elsewhere" / "CARD.md").read_bytes()
         result = runner.invoke(app, ["card", str(folder)])

@@ -260,7 +260,7 @@ class TestRefusals:
 
     def test_fields_without_a_place(self, drafters, target, monkeypatch):
         """A field of ours that no row of the table knows is never dropped."""
-        from hub_upload import writers
+        from hub_upload.convert import writers
 
         monkeypatch.setattr(writers, "OWN_FIELDS", tuple(set(writers.OWN_FIELDS) - {"chat_template_sha256"}))
         for to in ("deepspec", "speculators"):

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from hub_upload import verify, verify_command
 from hub_upload.card.card import card_files, write_card
+from hub_upload.hub import verify, verify_command
 from hub_upload.hub.checks import Check, Report, check_card, check_weights, read_package
 from hub_upload.hub.subject import Subject
 from tests.conftest import FIXTURES
@@ -115,7 +115,7 @@ def test_sets_of_any_name_are_found_again(files, report, name):
 
 
 LETTERS = r"^\| letters +\| +17 \| +300 \| +[\d.]+ "
-PLANTED = "| set | prompts | rounds | accepted length | acceptance by slot |\n|---|---|---|---|---|\n"
+PLANTED = "| set | prompts | rounds | accepted length | acceptance by position |\n|---|---|---|---|---|\n"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ PLANTED = "| set | prompts | rounds | accepted length | acceptance by slot |\n|-
         ("README.md", r"^(\| letters .*)$", r"\1 more |"),
         ("README.md", r"^### Greedy$", f"### Greedy\n\n{PLANTED}| letters | 17 | 300 | 9.90 | 0.9 |\n"),
         ("README.md", r"^library_name: .*", "library_name: ["),
-        (".eval_results/accepted_length_greedy.yaml", r"value: .*", "value: .nan"),
-        (".eval_results/accepted_length_greedy.yaml", r"\A", "- a\n"),
-        (".eval_results/accepted_length_greedy.yaml", r"\A", "a: [\n"),
+        (".eval_results/acceptance_length_greedy.yaml", r"value: .*", "value: .nan"),
+        (".eval_results/acceptance_length_greedy.yaml", r"\A", "- a\n"),
+        (".eval_results/acceptance_length_greedy.yaml", r"\A", "a: [\n"),
     ],
 )
 def test_claims_that_are_no_numbers(files, name, pattern, new):

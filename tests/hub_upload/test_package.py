@@ -128,7 +128,7 @@ def test_costs_go_along_in_the_form_of_sglang(source, tmp_path, fake_costs):
     costs = json.loads((tmp_path / "out" / "cost_profile.json").read_text())
     assert set(costs) == {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"}
     assert costs["sample_batch_tokens"] == [1, 101]
-    # One row drafts four slots and the target verifies one token; 20 rows of five, 101.
+    # One row drafts four positions and the target verifies one token; 20 rows of five, 101.
     seconds = [0.1 + 4 * 0.005 + 1.0 + 0.02, 0.1 + 0.1 * 19 / 32 + 4 * 0.005 + 3.0 + 0.02]
     assert costs["sample_steps_per_sec"] == pytest.approx([1 / value for value in seconds], rel=1e-12)
     assert costs["max_batch_tokens"] == 101

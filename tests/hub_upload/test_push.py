@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
-from hub_upload import push as push_module
 from hub_upload.__main__ import app
+from hub_upload.hub import push as push_module
 from hub_upload.hub.push import checked_files, push
 from tests.hub_upload.hub_double import READER, STRANGER, Fault, HubDouble
 

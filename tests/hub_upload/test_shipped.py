@@ -73,7 +73,7 @@ def test_the_snippets_of_the_card_run_as_they_stand(packaged, tmp_path):
         (tmp_path / name).symlink_to(folder)
     text = (SHIPPED / "README.md").read_text()
     script = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    (tmp_path / "run.py").write_text(script + "print(drafter.last_run.accepted_length > 1)\n")
+    (tmp_path / "run.py").write_text(script + "print(drafter.last_run.acceptance_length > 1)\n")
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     environment |= {"DSPARK_CACHE": str(cache_with_kernels(tmp_path / "cache"))}
     result = subprocess.run(

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hub_upload import verify as verify_module
 from hub_upload.__main__ import app
-from hub_upload.package.package import package
+from hub_upload.hub import verify as verify_module
 from hub_upload.hub.push import checked_files, push
+from hub_upload.package.package import package
 from modeling_dspark import DSparkModel
 from tests.hub_upload.bigrams import NEW_TOKENS, SETS, card_of, count_rounds, make_pair
+from training.data.features import fingerprint
 from training.evaluation.figures import acceptance_figures
 from training.evaluation.report import EvalReport, SetReport
-from training.data.features import fingerprint
 
 
 REPO = "org/tiny"
@@ -103,7 +103,7 @@ def test_what_is_true_passes(honest, verified):
     card = (honest / "package" / "README.md").read_text()
     by_hand = re.search(r"^\| pooled .*\| ([\d. ]+) \|$", card, re.MULTILINE)[1].split()
     assert (
-        f"by slot {' '.join(by_hand[:3])}, as claimed (3 slots" in rows["acceptance"]
+        f"by position {' '.join(by_hand[:3])}, as claimed (3 positions" in rows["acceptance"]
     )  # the last is tried too rarely
     assert result.stdout.splitlines()[-1] == "passed; nothing to check against: weights"
 
@@ -177,7 +177,7 @@ def test_accepted_code_runs_and_is_judged(honest, copy):
             ["accepted length"],
         ),
     ],
-    ids=["pooled", "set", "model-index", "prompts", "slot", "all alike"],
+    ids=["pooled", "set", "model-index", "prompts", "position", "all alike"],
 )
 def test_other_numbers_in_the_card(honest, copy, seen_before, change, rows):
     """One number contradicts the others; all of them, changed alike, contradict the drafter."""
@@ -246,7 +246,9 @@ def report(honest):
 def set_of(counted):
     """Figures of some prompts, as a report has them."""
     columns = [[value for each in counted for value in getattr(each, name)] for name in ("tried", "kept", "tokens")]
-    figures = acceptance_figures(verified=columns[0], accepted=columns[1], new_tokens=columns[2], num_slots=4)
+    figures = acceptance_figures(
+        verified=columns[0], accepted=columns[1], new_tokens=columns[2], num_draft_positions=4
+    )
     return SetReport(len(counted), 0, figures, None, None, None)
 
 
@@ -263,7 +265,7 @@ def test_a_report_has_the_last_word(honest, copy, report, tmp_path, seen_before)
 
 
 def test_a_card_that_is_not_of_the_report(honest, copy, report, tmp_path, seen_before):
-    """A digit of one slot: too little for any measurement, and found all the same."""
+    """A digit of one position: too little for any measurement, and found all the same."""
     path, card = tmp_path / "report.json", (copy / "README.md").read_text()
     path.write_text(report.to_json())
     row = re.search(r"^\| alpha .*\| ([\d.]+) [\d. -]+\|$", card, re.MULTILINE)

@@ -312,7 +312,7 @@ def test_speculators_vocabularies_and_layouts(tmp_path, kind, ids, said):
 
 
 def test_the_rnn_state_passes_over_the_anchor():
-    """In the older layout: fed with the anchor's embedding and hidden state, as the state of the first slot."""
+    """In the older layout: fed with the anchor's embedding and hidden state, as the state of the first position."""
     target = tiny_target("qwen3")
     drafter = tiny_drafter(target, markov_head_type="rnn", sample_from_anchor=False)
     ids = torch.tensor([[4, 7, 9, 11, 8, 5]])

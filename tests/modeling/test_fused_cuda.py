@@ -127,7 +127,7 @@ class Recorder:
 def launches(*, occupancy=2, multiprocessors=132, shared=SHARED, stepwise=False, **arguments):
     kernels = Recorder(occupancy)
     call = {"num_multiprocessors": multiprocessors, "max_shared_bytes": shared, "stream": 7, "stepwise": stepwise}
-    arguments = {"rows": 1, "slots": 7, "vocabulary": 151936, "rank": 256, "dtype": 1} | arguments
+    arguments = {"rows": 1, "positions": 7, "vocabulary": 151936, "rank": 256, "dtype": 1} | arguments
     launch(kernels, HeadArguments(**arguments), **call)
     return kernels.launches
 
@@ -165,7 +165,7 @@ class TestPolicy:
         assert launches(kind=1)[0][2:4] == launches(kind=2)[0][2:4] == (0, 15)
 
     def test_stepwise_is_a_launch_a_phase(self):
-        steps = launches(stepwise=True, kind=1, slots=2)
+        steps = launches(stepwise=True, kind=1, positions=2)
         assert [step[2:4] for step in steps] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
         assert not any(step[4]["cooperative"] for step in steps)
 

@@ -25,7 +25,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {"cuda": NvccKernels, "nvrtc": NvrtcKernels}
-# vocabulary, rank, rows, slots, hidden size
+# vocabulary, rank, rows, positions, hidden size
 SHAPES = [
     (1, 1, 1, 1, 3),
     (63, 8, 2, 3, 16),

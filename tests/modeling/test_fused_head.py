@@ -23,15 +23,15 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.utils import logging
 
 from modeling_dspark import draft_propose, fused_backends, fused_build
-from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.draft_propose import propose
+from modeling_dspark.engine_measure import profile_key
 from modeling_dspark.fused_backends import CpuBackend
 from modeling_dspark.fused_build import load_library
 from modeling_dspark.fused_head import BlockTokens, fusable_heads, fused_block
 from modeling_dspark.fused_launch import LaunchError
 from modeling_dspark.fused_torch import HeadInputs, head_in_torch, philox_uniform
+from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.modeling_dspark import DSparkModel
-from modeling_dspark.engine_measure import profile_key
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = ["vanilla", "gated", "rnn"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEP = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place and more
-# vocabulary, rank, rows, slots, hidden size: odd ones, ones below a vector, and multiples of everything
+# vocabulary, rank, rows, positions, hidden size: odd ones, ones below a vector, and multiples of everything
 SHAPES = [
     (1, 1, 1, 1, 3),
     (63, 8, 2, 3, 16),
@@ -63,7 +63,7 @@ def library():
 
 def random_heads(kind, shape, dtype, *, seed=0, with_confidence=True, reads_tokens=True, reduced=False):
     """Weights and inputs of one block."""
-    vocabulary, rank, rows, slots, size = shape
+    vocabulary, rank, rows, positions, size = shape
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -82,7 +82,7 @@ def random_heads(kind, shape, dtype, *, seed=0, with_confidence=True, reads_toke
         "kind": kind,
     }
     anchors = torch.randint(full, (rows,), generator=generator)
-    return heads, (draw(rows, slots, vocabulary), draw(rows, slots, size), anchors)
+    return heads, (draw(rows, positions, vocabulary), draw(rows, positions, size), anchors)
 
 
 def exactly(heads, base_logits, hidden, anchors, tokens):
@@ -92,9 +92,9 @@ def exactly(heads, base_logits, hidden, anchors, tokens):
     dtype, rank = base_logits.dtype, heads["w1"].shape[1]
     state = torch.zeros(len(anchors), rank, dtype=torch.double)
     all_logits, confidences = [], []
-    for slot in range(base_logits.shape[1]):
-        previous = weights["w1"][anchors if slot == 0 else tokens[:, slot - 1]]
-        here = hidden[:, slot].double()
+    for position in range(base_logits.shape[1]):
+        previous = weights["w1"][anchors if position == 0 else tokens[:, position - 1]]
+        here = hidden[:, position].double()
         latent = previous
         if heads["kind"] == "gated":
             mixed = torch.cat([here, previous], 1) @ weights["mixer_weight"].T + weights["mixer_bias"]
@@ -104,7 +104,7 @@ def exactly(heads, base_logits, hidden, anchors, tokens):
             gate, candidate, output = mixed.chunk(3, dim=1)
             state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
             latent = torch.tanh(output)
-        all_logits.append(base_logits[:, slot].double() + latent.to(dtype).double() @ weights["w2"].T)
+        all_logits.append(base_logits[:, position].double() + latent.to(dtype).double() @ weights["w2"].T)
         if weights["confidence_weight"] is not None:
             read = torch.cat([here, previous], 1)[:, : len(weights["confidence_weight"])]
             confidences.append(read @ weights["confidence_weight"] + weights["confidence_bias"])
@@ -245,7 +245,7 @@ class TestDraws:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("temperature", [0.5, 1.0])
     def test_draws_follow_the_logits_as_returned(self, dtype, temperature, library):
-        """8 rows of equal contents, 800 seeds: shares of the first slot's tokens, and of the second's after each."""
+        """8 rows of equal contents, 800 seeds: shares of the first position's tokens, and of the second's after each."""
         heads, (base, hidden, anchors) = random_heads("vanilla", (6, 4, 1, 2, 8), DTYPES[dtype], with_confidence=False)
         inputs = (base.expand(8, -1, -1), hidden.expand(8, -1, -1), anchors.expand(8))
         counts = torch.zeros(6, 6)
@@ -403,7 +403,9 @@ class TestOperation:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("reduced", [False, True])
     @pytest.mark.parametrize("temperature", [None, 0.7])
-    def test_a_drafters_blocks_are_those_made_slot_by_slot(self, kind, reduced, temperature, library, monkeypatch):
+    def test_a_drafters_blocks_are_those_made_position_by_position(
+        self, kind, reduced, temperature, library, monkeypatch
+    ):
         """In fp32: same tokens and confidences; with sampling, the logits are the target's business as before."""
         target = tiny_target("llama")
         ids = list(range(3, 40)) if reduced else None
@@ -436,14 +438,14 @@ class TestOperation:
             torch.testing.assert_close(fused.logits[:, 0], plain.logits[:, 0], atol=1e-4, rtol=1e-4)
             assert fused.logits.gather(2, fused.columns[..., None]).isfinite().all()
 
-    def test_heads_without_a_fused_form_go_slot_by_slot(self, library):
+    def test_heads_without_a_fused_form_go_position_by_position(self, library):
         target = tiny_target("llama")
         logits = torch.zeros(1, 4, 61)
         assert fusable_heads(tiny_drafter(target), logits) is not None
         assert fusable_heads(tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False), logits) is None
         assert fusable_heads(tiny_drafter(target), logits.double()) is None
 
-    def test_other_dtypes_go_slot_by_slot_and_say_so(self, monkeypatch, caplog):
+    def test_other_dtypes_go_position_by_position_and_say_so(self, monkeypatch, caplog):
         monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
         monkeypatch.setattr(fused_backends, "_made", {})
         logging.get_logger("modeling_dspark.fused_head").warning_once.cache_clear()
@@ -451,7 +453,7 @@ class TestOperation:
         assert "torch.bfloat16" in caplog.text
         assert "Load both models with the same `dtype=`" in caplog.text
 
-    def test_heads_that_are_more_than_their_weights_go_slot_by_slot(self, library):
+    def test_heads_that_are_more_than_their_weights_go_position_by_position(self, library):
         target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
 
         peft = pytest.importorskip("peft")
@@ -493,7 +495,7 @@ class TestOperation:
             change(drafter)
             assert fusable_heads(drafter, logits) is None, change.__name__
 
-    def test_hooks_on_all_modules_and_tokens_of_the_users_own_go_slot_by_slot(self, library):
+    def test_hooks_on_all_modules_and_tokens_of_the_users_own_go_position_by_position(self, library):
         class OwnTokens(DSparkModel):
             def to_target_ids(self, draft_ids):
                 return draft_ids
@@ -509,7 +511,7 @@ class TestOperation:
         assert fusable_heads(drafter, logits) is not None
 
     def test_costs_hold_for_heads_as_they_are(self, library):
-        """What was measured fused does not stand for heads slot by slot; for those, nothing is built."""
+        """What was measured fused does not stand for heads position by position; for those, nothing is built."""
         target = tiny_target("llama")
         drafter = tiny_drafter(target)
         assert profile_key(drafter, target)["fused_head"]

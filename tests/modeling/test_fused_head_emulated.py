@@ -18,7 +18,7 @@ from tests.cuda.head import DTYPES, KINDS, LAUNCHES, Launch, check_block, load, 
 from tests.modeling.test_fused_head import first_of_the_highest, random_heads
 
 
-# vocabulary, rank, rows, slots, hidden size: 9 rows take two tiles, 19 take eight, and 67 go through W2 twice
+# vocabulary, rank, rows, positions, hidden size: 9 rows take two tiles, 19 take eight, and 67 go through W2 twice
 SHAPES = [
     (1, 1, 1, 1, 3),
     (7, 8, 8, 3, 16),
@@ -68,10 +68,10 @@ def philox(seed, counters):
     return x
 
 
-def gumbel_noise(seed, rows, slots, vocabulary):
+def gumbel_noise(seed, rows, positions, vocabulary):
     """Noise [R, K, V] of a block. A counter serves two rows and two columns, eight apart."""
-    row, slot, column = np.meshgrid(*map(np.arange, (rows, slots, vocabulary)), indexing="ij")
-    words = philox(seed, (column // 16 * 8 + column % 8, slot, row // 2, np.ones_like(row)))
+    row, position, column = np.meshgrid(*map(np.arange, (rows, positions, vocabulary)), indexing="ij")
+    words = philox(seed, (column // 16 * 8 + column % 8, position, row // 2, np.ones_like(row)))
     word = np.choose(2 * (column % 16 // 8) + row % 2, words)
     level = (word.astype(np.float64) + 0.5) * 2.0**-32
     return -np.log(-np.log1p(-level))
@@ -91,9 +91,9 @@ class TestArithmetic:
         for seed, shape in enumerate(SHAPES):
             heads, inputs = quarters(shape, DTYPES[dtype], seed=seed)
             tokens = torch.zeros(inputs[0].shape[:2], dtype=torch.long)
-            for slot in range(tokens.shape[1]):
+            for position in range(tokens.shape[1]):
                 logits = reference(heads, inputs, tokens)[0].to(DTYPES[dtype])
-                tokens[:, slot] = first_of_the_highest(logits[:, slot])
+                tokens[:, position] = first_of_the_highest(logits[:, position])
             for launch in LAUNCHES:
                 block = run(library, heads, inputs, launch=launch)
                 assert torch.equal(block.logits, logits)
@@ -234,7 +234,7 @@ class TestFakeDriver:
         assert driver.cuModuleGetFunction(ctypes.byref(other), module, b"dspark_head_fp32_8") == 500
         assert driver.cuModuleGetFunction(ctypes.byref(function), module, b"dspark_head_bf16_2") == 0
 
-        arguments, first, last = HeadArguments(rows=0, slots=1, vocabulary=0), ctypes.c_int32(1), ctypes.c_int32(2)
+        arguments, first, last = HeadArguments(rows=0, positions=1, vocabulary=0), ctypes.c_int32(1), ctypes.c_int32(2)
         pointers = [ctypes.addressof(value) for value in (arguments, first, last)]
         parameters = (ctypes.c_void_p * 3)(*pointers)
 

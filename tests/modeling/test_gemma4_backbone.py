@@ -9,9 +9,9 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, Gemma4TextRotaryEmbedding
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from modeling_dspark.model_backbone import DSparkDecoderLayer
 from modeling_dspark.model_cache import DSparkCache
-from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
 from tests.builders import GEMMA4_DRAFTER, tiny_drafter, tiny_target
 
 

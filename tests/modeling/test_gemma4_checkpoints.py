@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
 from hub_upload.package.package import package
 from modeling_dspark import DSparkModel
-from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
+from modeling_dspark.model_cache import DSparkCache
 from tests.builders import cache_with_kernels, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 from training.data.blocks import make_blocks

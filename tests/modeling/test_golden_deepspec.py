@@ -15,9 +15,9 @@ import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import TargetBinding, tapped_features
 from tests.conftest import FIXTURES
-from training.run.arguments import DSparkTrainingArguments
 from training.data.blocks import make_blocks
 from training.objective.forward import forward_blocks
+from training.run.arguments import DSparkTrainingArguments
 from training.run.trainer import DSparkTrainer
 
 

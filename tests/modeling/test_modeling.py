@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
+from modeling_dspark.draft_accept import accept_greedy
 from modeling_dspark.model_backbone import attention_bias, attention_for
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.model_heads import calibrated_confidence
 from modeling_dspark.target_binding import TargetBinding, hidden_state_indices, tapped_features
-from modeling_dspark.draft_accept import accept_greedy
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 from training.data.blocks import make_blocks
@@ -251,7 +251,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 class TestHeads:
-    """Against the formulas of the design, written out for one slot at a time."""
+    """Against the formulas of the design, written out for one position at a time."""
 
     @torch.no_grad()
     def test_gated_and_rnn(self):
@@ -261,16 +261,16 @@ class TestHeads:
             drafter = tiny_drafter(target, markov_head_type=kind)
             head = drafter.markov_head
             state, expected_state = None, torch.zeros(8)
-            for slot in range(6):
-                latent, state = head.step(head.embed(previous[slot]), hidden[slot], state)
-                w1 = head.markov_w1.weight[previous[slot]]
+            for position in range(6):
+                latent, state = head.step(head.embed(previous[position]), hidden[position], state)
+                w1 = head.markov_w1.weight[previous[position]]
                 if kind == "gated":
                     weight, bias = head.gate_proj.weight, head.gate_proj.bias
-                    gate = 1 / (1 + torch.exp(-(weight @ torch.cat([hidden[slot], w1]) + bias)))
+                    gate = 1 / (1 + torch.exp(-(weight @ torch.cat([hidden[position], w1]) + bias)))
                     expected = gate * w1
                 else:
                     weight, bias = head.joint_proj.weight, head.joint_proj.bias
-                    g, c, o = (weight @ torch.cat([expected_state, w1, hidden[slot]]) + bias).split(8)
+                    g, c, o = (weight @ torch.cat([expected_state, w1, hidden[position]]) + bias).split(8)
                     g = 1 / (1 + torch.exp(-g))
                     expected_state = g * expected_state + (1 - g) * torch.tanh(c)
                     expected = torch.tanh(o)
@@ -278,7 +278,7 @@ class TestHeads:
                 assert_close(head.bias(latent), head.markov_w2.weight @ expected, atol=1e-5, rtol=1e-5)
 
     def test_confidence_does_not_see_the_drafted_token(self):
-        """Changing the token of slot k leaves the confidences up to k as they are, and changes later ones."""
+        """Changing the token of position k leaves the confidences up to k as they are, and changes later ones."""
         target = tiny_target("llama")
         drafter = tiny_drafter(target)
         features = context_of(target, drafter, [[5, 6, 7]])
@@ -286,7 +286,7 @@ class TestHeads:
         for forced in (10, 20):
 
             def processor(drafts, scores, forced=forced):
-                if drafts.shape[1] == 2:  # slot 2
+                if drafts.shape[1] == 2:  # position 2
                     scores = torch.full_like(scores, -torch.inf)
                     scores[:, forced] = 0.0
                 return scores
@@ -391,8 +391,8 @@ class TestBorrowing:
 def test_accept_greedy_by_hand():
     target = torch.full((3, 4, 6), -1.0)
     for row, tokens in enumerate([[1, 2, 3, 4], [1, 2, 3, 4], [5, 0, 0, 0]]):
-        for slot, token in enumerate(tokens):
-            target[row, slot, token] = 1.0
+        for position, token in enumerate(tokens):
+            target[row, position, token] = 1.0
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [5, 0, 0]])
     verdict = accept_greedy(drafts, target.argmax(dim=-1), torch.tensor([3, 3, 1]))
     assert verdict.num_accepted.tolist() == [3, 1, 1]

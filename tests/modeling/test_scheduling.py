@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, engine_measure
-from modeling_dspark.schedule_costs import Curve
-from modeling_dspark.schedule_gate import BlockLength, Parking, RequestEstimate
 from modeling_dspark.engine_measure import measure, profile, profile_key
+from modeling_dspark.schedule_costs import Curve
+from modeling_dspark.schedule_gate import BlockLength, DraftGate, RequestEstimate
 from modeling_dspark.schedule_policies import (
     ConfidenceSchedule,
     DraftSettings,
@@ -28,7 +28,7 @@ from modeling_dspark.schedule_policies import (
     make_schedule,
     resolve_settings,
 )
-from modeling_dspark.target_binding import rounding
+from modeling_dspark.target_binding import token_buckets
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -78,9 +78,9 @@ def random_view(rng, *, rows=None, seconds=None, width=4):
 def rate_of(view, lengths):
     """Expected tokens per second when `lengths` are verified, from the confidences alone."""
     expected = view.num_rows + sum(
-        math.prod(row[: slot + 1])
+        math.prod(row[: position + 1])
         for row, length in zip(view.confidence, lengths, strict=True)
-        for slot in range(length)
+        for position in range(length)
     )
     return expected / view.seconds(view.num_rows + sum(lengths))
 
@@ -97,7 +97,7 @@ class GlobalSchedule(Schedule):
 
 
 class PeekingSchedule(Schedule):
-    """Broken on purpose: a slot is verified where the slot after it looks good."""
+    """Broken on purpose: a position is verified where the position after it looks good."""
 
     def lengths(self, view):
         return [sum(1 for value in row[1:] if value > 0.5) for row in view.confidence]
@@ -132,13 +132,13 @@ class TestAlgorithm1:
             found.append(sum(lengths) / max(sum(map(len, view.confidence)), 1))
         assert sum(0 < share < 1 for share in found) > 20  # all, nothing, and what is between
 
-    def test_it_stops_at_the_first_slot_that_does_not_pay(self):
-        """Two more slots would pay together; the first alone does not, and nothing after it is looked at."""
+    def test_it_stops_at_the_first_position_that_does_not_pay(self):
+        """Two more positions would pay together; the first alone does not, and nothing after it is looked at."""
         view = RoundView([[0.9, 0.9, 0.9]], num_rows=1, seconds={1: 1.0, 2: 2.0, 3: 1.0, 4: 1.0}.get)
         assert ThroughputSchedule().lengths(view) == [0]
         assert GlobalSchedule().lengths(view) == [3]
 
-    def test_a_slot_that_changes_nothing_is_not_admitted(self):
+    def test_a_position_that_changes_nothing_is_not_admitted(self):
         """More tokens per second, strictly: `(1 + 1) / 2` is as good as `1 / 1`."""
         view = RoundView([[1.0, 1.0]], num_rows=1, seconds=float)
         assert ThroughputSchedule().lengths(view) == [0]
@@ -152,12 +152,12 @@ class TestAlgorithm1:
         assert ThroughputSchedule().lengths(view) == [0, 0]
 
     def test_no_confidence_verifies_nothing(self):
-        """Behind a slot that never survives all is lost, however sure the slots behind it are."""
+        """Behind a position that never survives all is lost, however sure the positions behind it are."""
         view = RoundView([[0.0, 1.0, 1.0], [0.5, 0.0, 1.0]], num_rows=2, seconds=flat)
         assert ThroughputSchedule().lengths(view) == [0, 1]
 
     def test_ties_keep_prefixes(self):
-        """Equal survival in all rows and slots: whole slots are admitted row after row, never a later one first."""
+        """Equal survival in all rows and positions: whole positions are admitted row after row, never a later one first."""
         for size in range(1, 13):
             seconds = {tokens: 1.0 if tokens <= 3 + size else 1e9 for tokens in range(30)}.get
             view = RoundView([[1.0] * 4 for _ in range(3)], num_rows=3, seconds=seconds)
@@ -166,7 +166,7 @@ class TestAlgorithm1:
             assert max(lengths) - min(lengths) <= 1
 
     @pytest.mark.parametrize("value", [0.0, 0.2, 0.8, 1.0])
-    def test_one_row_of_one_slot(self, value):
+    def test_one_row_of_one_position(self, value):
         view = RoundView([[value]], num_rows=1, seconds={1: 1.0, 2: 1.5}.get)
         assert ThroughputSchedule().lengths(view) == [1 if 1 + value > 1.5 else 0]
 
@@ -183,7 +183,7 @@ class TestAlgorithm1:
 
 
 class TestOtherSchedules:
-    def test_a_threshold_ends_a_row_at_the_first_slot_below_it(self):
+    def test_a_threshold_ends_a_row_at_the_first_position_below_it(self):
         rng = random.Random(0)
         for _ in range(50):
             view = random_view(rng)
@@ -202,7 +202,7 @@ class TestOtherSchedules:
 
     @pytest.mark.parametrize("seed", range(12))
     def test_the_lagged_capacity_knows_nothing_of_the_last_two_rounds(self, seed):
-        """How many slots are admitted follows from the confidences of two rounds ago; which ones, from the current."""
+        """How many positions are admitted follows from the confidences of two rounds ago; which ones, from the current."""
         rng = random.Random(seed)
         confidences = [[[rng.random() for _ in range(4)] for _ in range(3)] for _ in range(5)]
         views = [RoundView(confidence, num_rows=3, seconds=jagged) for confidence in confidences]
@@ -218,18 +218,18 @@ class TestOtherSchedules:
         (total,) = totals
         assert rates[total] == pytest.approx(max(rates.values()), rel=1e-12)
 
-    def test_lagged_slots_are_those_of_the_highest_survival_now(self):
+    def test_lagged_positions_are_those_of_the_highest_survival_now(self):
         schedule = LaggedThroughputSchedule()
         rich, poor = [[1.0, 1.0], [0.0, 0.0]], [[0.6, 0.5], [0.9, 0.8]]
         views = [RoundView(confidence, num_rows=2, seconds=flat) for confidence in (rich, rich, poor, poor)]
-        # Flat costs: all slots that can survive pay, 2 of them in `rich`, 4 in `poor`.
+        # Flat costs: all positions that can survive pay, 2 of them in `rich`, 4 in `poor`.
         assert [sum(schedule.lengths(view)) for view in views[:2]] == [2, 2]  # Algorithm 1, nothing to look back to
         assert schedule.lengths(views[2]) == [0, 2]  # 2 in all: 0.9 and 0.72 come before 0.6
         assert schedule.lengths(views[3]) == [0, 2]
         assert schedule.lengths(views[3]) == [2, 2]
 
     def test_a_lagged_capacity_is_a_share_of_the_rows(self):
-        """Rows join and leave; the number of slots follows their number."""
+        """Rows join and leave; the number of positions follows their number."""
         schedule = LaggedThroughputSchedule()
         wide = RoundView([[0.9, 0.9]] * 8, num_rows=8, seconds=flat)
         for _ in range(2):
@@ -237,7 +237,7 @@ class TestOtherSchedules:
         assert sum(schedule.lengths(RoundView([[0.9, 0.9, 0.9]] * 2, num_rows=2, seconds=flat))) == 4
 
     def test_lagged_gets_over_a_step_of_jagged_costs(self):
-        """Where one more slot never pays and four more do."""
+        """Where one more position never pays and four more do."""
         view = RoundView(
             [[0.9, 0.9, 0.9, 0.9, 0.9]], num_rows=1, seconds={1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 9}.get
         )
@@ -249,27 +249,27 @@ class TestOtherSchedules:
 class TestRounding:
     """Numbers of tokens that the target is ready for."""
 
-    @pytest.mark.parametrize("round_up", [by_threes, doubling])
-    def test_the_next_slots_in_order_fill_up(self, round_up):
+    @pytest.mark.parametrize("token_bucket", [by_threes, doubling])
+    def test_the_next_positions_in_order_fill_up(self, token_bucket):
         """Those with the highest survival, as if costs had let that many in; all there are, where there are too few."""
         rng, filled = random.Random(0), 0
         for _ in range(200):
             view = random_view(rng)
             exact = ThroughputSchedule().lengths(view)
-            lengths = ThroughputSchedule().lengths(replace(view, round_up=round_up))
-            slots = sum(map(len, view.confidence))
-            wanted = round_up(view.num_rows + sum(exact)) - view.num_rows if sum(exact) else 0
-            assert sum(lengths) == min(wanted, slots)
+            lengths = ThroughputSchedule().lengths(replace(view, token_bucket=token_bucket))
+            positions = sum(map(len, view.confidence))
+            wanted = token_bucket(view.num_rows + sum(exact)) - view.num_rows if sum(exact) else 0
+            assert sum(lengths) == min(wanted, positions)
             assert all(more >= fewer for more, fewer in zip(lengths, exact, strict=True))
             survival = view.survival()
-            kept = [survival[row][slot] for row, length in enumerate(lengths) for slot in range(length)]
+            kept = [survival[row][position] for row, length in enumerate(lengths) for position in range(length)]
             left = [value for row, length in zip(survival, lengths, strict=True) for value in row[length:]]
             assert not kept or not left or min(kept) >= max(left)
             filled += sum(lengths) > sum(exact)
         assert filled > 40
 
     def test_a_plain_step_stays_one(self):
-        view = RoundView([[1.0, 1.0], [0.9]], num_rows=2, seconds=steep, round_up=by_threes)
+        view = RoundView([[1.0, 1.0], [0.9]], num_rows=2, seconds=steep, token_bucket=by_threes)
         for schedule in (ThroughputSchedule(), LaggedThroughputSchedule()):
             assert [schedule.lengths(view) for _ in range(4)] == [[0, 0]] * 4
 
@@ -277,8 +277,8 @@ class TestRounding:
         view = RoundView([[0.9, 0.9], [0.8, 0.7]], num_rows=2, seconds=Curve([2, 4, 5], [1.0, 1.05, 3.0]))
         schedules = LaggedThroughputSchedule(), LaggedThroughputSchedule()
         exact, rounded = (
-            [schedule.lengths(replace(view, round_up=round_up)) for _ in range(3)]
-            for schedule, round_up in zip(schedules, (int, by_threes), strict=True)
+            [schedule.lengths(replace(view, token_bucket=token_bucket)) for _ in range(3)]
+            for schedule, token_bucket in zip(schedules, (int, by_threes), strict=True)
         )
         assert exact[-1] == [2, 0]
         assert rounded[-1] == [2, 2]
@@ -286,8 +286,8 @@ class TestRounding:
     def test_what_a_target_is_ready_for(self):
         """Reduced precision on a CPU has few numbers, none below the one asked for; other targets have all of them."""
         target = tiny_target("llama")
-        assert [rounding(target)(count) for count in range(1, 200)] == list(range(1, 200))
-        ready = rounding(target.to(torch.bfloat16))
+        assert [token_buckets(target)(count) for count in range(1, 200)] == list(range(1, 200))
+        ready = token_buckets(target.to(torch.bfloat16))
         counts = [ready(count) for count in range(1, 257)]
         assert counts == sorted(counts)
         assert all(count <= number <= max(1.25 * count, 8) for count, number in enumerate(counts, 1))
@@ -295,11 +295,11 @@ class TestRounding:
         assert len(set(counts)) <= 50
 
 
-def text_distribution(schedule_of, rows, seconds, round_up=int):
+def text_distribution(schedule_of, rows, seconds, token_bucket=int):
     """Joint probabilities of the texts of all rows in one round, by enumeration.
 
     Each row is `(target, draft, confidence)`: dictionaries from prefixes (tuples of tokens 0 and 1) to the probability of
-    token 1 after them, and to the confidence of the slot after them. Texts have `K` tokens; where verification ends early
+    token 1 after them, and to the confidence of the position after them. Texts have `K` tokens; where verification ends early
     they go on as the target has it.
     """
     size = max(map(len, rows[0][2])) + 1
@@ -307,15 +307,15 @@ def text_distribution(schedule_of, rows, seconds, round_up=int):
     joint = dict.fromkeys(itertools.product(texts, repeat=len(rows)), 0.0)
     for drafts in itertools.product(texts, repeat=len(rows)):
         chance = math.prod(
-            probability(draft, text[:slot], text[slot])
+            probability(draft, text[:position], text[position])
             for (_, draft, _), text in zip(rows, drafts, strict=True)
-            for slot in range(size)
+            for position in range(size)
         )
         confidence = [
-            [confidence[text[:slot]] for slot in range(size)]
+            [confidence[text[:position]] for position in range(size)]
             for (_, _, confidence), text in zip(rows, drafts, strict=True)
         ]
-        lengths = schedule_of().lengths(RoundView(confidence, len(rows), seconds, round_up))
+        lengths = schedule_of().lengths(RoundView(confidence, len(rows), seconds, token_bucket))
         outcomes = [
             after_verification(target, draft, text, length)
             for (target, draft, _), text, length in zip(rows, drafts, lengths, strict=True)
@@ -334,8 +334,8 @@ def probability(model, prefix, token):
 def after_verification(target, draft, text, length):
     """Probabilities of the texts that come of verifying the first `length` drafts of `text`."""
     outcome, alive = {}, 1.0
-    for slot in range(length):
-        prefix, token = text[:slot], text[slot]
+    for position in range(length):
+        prefix, token = text[:position], text[position]
         kept = min(1.0, probability(target, prefix, token) / probability(draft, prefix, token))
         # Two tokens: what replaces a rejected one is the other one.
         continue_plainly(target, (*prefix, 1 - token), alive * (1 - kept), len(text), outcome)
@@ -357,9 +357,9 @@ def plain_distribution(rows):
     texts = list(itertools.product((0, 1), repeat=size))
     return {
         combination: math.prod(
-            probability(target, text[:slot], text[slot])
+            probability(target, text[:position], text[position])
             for (target, _, _), text in zip(rows, combination, strict=True)
-            for slot in range(size)
+            for position in range(size)
         )
         for combination in itertools.product(texts, repeat=len(rows))
     }
@@ -370,9 +370,9 @@ def random_row(rng, size=3):
     return tuple({prefix: rng.uniform(0.05, 0.95) for prefix in prefixes} for _ in range(3))
 
 
-def error_of(schedule_of, rows, seconds, round_up=int):
+def error_of(schedule_of, rows, seconds, token_bucket=int):
     """Total variation between the texts of a round and plain sampling."""
-    ours, exact = text_distribution(schedule_of, rows, seconds, round_up), plain_distribution(rows)
+    ours, exact = text_distribution(schedule_of, rows, seconds, token_bucket), plain_distribution(rows)
     assert sum(ours.values()) == pytest.approx(1)
     return sum(abs(ours[key] - exact[key]) for key in exact) / 2
 
@@ -380,14 +380,14 @@ def error_of(schedule_of, rows, seconds, round_up=int):
 class TestLosslessness:
     """The distribution of texts after one round, enumerated: drafts, schedule, verification, and what follows."""
 
-    @pytest.mark.parametrize("round_up", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
+    @pytest.mark.parametrize("token_bucket", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("name", own_schedules())
-    def test_schedules_leave_the_distribution_as_it_is(self, name, seed, round_up):
+    def test_schedules_leave_the_distribution_as_it_is(self, name, seed, token_bucket):
         rng = random.Random(seed)
         rows = [random_row(rng) for _ in range(2)]
         seconds = (convex(slope=0.1, bend=0.1, knee=2), convex(slope=0.2), stepped, jagged)[seed]
-        assert error_of(lambda: own_schedules()[name], rows, seconds, round_up) < 1e-12
+        assert error_of(lambda: own_schedules()[name], rows, seconds, token_bucket) < 1e-12
 
     @pytest.mark.parametrize("broken", [GlobalSchedule, PeekingSchedule])
     def test_schedules_that_look_ahead_do_not(self, broken):
@@ -412,19 +412,19 @@ class TestLosslessness:
     @pytest.mark.parametrize(
         "seconds", [convex(slope=0.3), jagged, flat, stepped], ids=["convex", "jagged", "flat", "stepped"]
     )
-    @pytest.mark.parametrize("round_up", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
+    @pytest.mark.parametrize("token_bucket", [int, by_threes, doubling], ids=["exact", "threes", "doubling"])
     @pytest.mark.parametrize("name", own_schedules())
-    def test_later_confidences_do_not_decide_about_a_slot(self, name, seconds, round_up):
-        """Nor does the token of the slot, which shows in later confidences only."""
+    def test_later_confidences_do_not_decide_about_a_position(self, name, seconds, token_bucket):
+        """Nor does the token of the position, which shows in later confidences only."""
         rng = random.Random(0)
         for _ in range(12):
             confidence = [[rng.random() for _ in range(4)] for _ in range(3)]
-            before = own_schedules()[name].lengths(RoundView(confidence, 3, seconds, round_up))
-            for row, slot in itertools.product(range(3), range(4)):
+            before = own_schedules()[name].lengths(RoundView(confidence, 3, seconds, token_bucket))
+            for row, position in itertools.product(range(3), range(4)):
                 changed = [list(values) for values in confidence]
-                changed[row][slot + 1 :] = [rng.random() for _ in range(3 - slot)]
-                after = own_schedules()[name].lengths(RoundView(changed, 3, seconds, round_up))
-                assert (before[row] > slot) == (after[row] > slot)
+                changed[row][position + 1 :] = [rng.random() for _ in range(3 - position)]
+                after = own_schedules()[name].lengths(RoundView(changed, 3, seconds, token_bucket))
+                assert (before[row] > position) == (after[row] > position)
 
     def test_a_schedule_that_looks_ahead_fails_the_same_check(self):
         seconds = {1: 1.0, 2: 2.0, 3: 1 / 0.45}.get
@@ -949,14 +949,16 @@ class TestProfiles:
         assert "could not be stored" in caplog.text
 
     def test_costs_are_told_apart(self):
-        """Of times that follow the formula, its parts are found again; a slot also costs what attention pads."""
-        per_context, slot, padded = 1e-6, {"greedy": 2e-3, "sampled": 3e-3}, 4e-4
+        """Of times that follow the formula, its parts are found again; a position also costs what attention pads."""
+        per_context, position, padded = 1e-6, {"greedy": 2e-3, "sampled": 3e-3}, 4e-4
         verify, draft, accept = (Curve([1, 400], values) for values in ([0.04, 0.44], [0.005, 0.105], [1e-4, 4e-3]))
         fastest = {}
         for task in engine_measure._tasks(5):
             verifying = verify(task.num_tokens) + per_context * task.rows * task.context
             verifying += padded * task.rows * task.length if task.kind == "ragged" else 0.0
-            drafting = draft(task.rows) + task.num_slots * task.rows * slot.get(task.kind, slot["greedy"])
+            drafting = draft(task.rows) + task.num_draft_positions * task.rows * position.get(
+                task.kind, position["greedy"]
+            )
             fastest[task] = (drafting, verifying, accept(task.num_tokens))
         costs = engine_measure._fitted(fastest, {"made": "up"})
         assert costs.seconds_per_context == pytest.approx(per_context)
@@ -967,10 +969,10 @@ class TestProfiles:
             assert costs.accept_sampled(max(tokens, 2)) == pytest.approx(accept(max(tokens, 2)))
         for rows in (2, 8, 20, 32):
             assert [costs.draft(rows), costs.draft_sampled(rows)] == pytest.approx([draft(rows)] * 2)
-            assert costs.slot(rows) == pytest.approx(rows * (slot["greedy"] + padded))
-        assert costs.slot(1) == pytest.approx(slot["greedy"])
-        assert costs.slot_sampled.counts == [1, 8, 32]
-        assert costs.slot_sampled(8) == pytest.approx(8 * (slot["sampled"] + padded))
+            assert costs.position(rows) == pytest.approx(rows * (position["greedy"] + padded))
+        assert costs.position(1) == pytest.approx(position["greedy"])
+        assert costs.position_sampled.counts == [1, 8, 32]
+        assert costs.position_sampled(8) == pytest.approx(8 * (position["sampled"] + padded))
 
     @pytest.mark.slow
     def test_a_real_measurement(self):
@@ -986,7 +988,7 @@ class TestProfiles:
 
 
 class Drafting:
-    """Rounds of some requests with `Parking`, in units of a plain step: drafting adds `overhead` to a round."""
+    """Rounds of some requests with `DraftGate`, in units of a plain step: drafting adds `overhead` to a round."""
 
     SIZE = 7
 
@@ -994,7 +996,7 @@ class Drafting:
         """`quality`: the chance that a request's next draft is right, a number or a function of the round."""
         self.quality = [value if callable(value) else lambda _, value=value: value for value in quality]
         self.estimates = [RequestEstimate() for _ in quality]
-        self.parking, self.rng = Parking(), random.Random(seed)
+        self.parking, self.rng = DraftGate(), random.Random(seed)
         self.overhead, self.per_token = overhead, per_token
         self.time, self.tokens, self.drafted = 0.0, 0, [[] for _ in quality]
         self.rounds = 0
@@ -1078,32 +1080,36 @@ class TestParking:
         assert all(Drafting(0.05, overhead=0.0, per_token=0.0).run(100).drafted[0])
 
     def test_no_requests(self):
-        assert Parking().admit([], num_rows=3, seconds=lambda *_: 1.0) == []
+        assert DraftGate().admit([], num_rows=3, seconds=lambda *_: 1.0) == []
 
 
 class TestBlockLength:
-    """How many slots are drafted, where a slot costs a part of a round."""
+    """How many positions are drafted, where a position costs a part of a round."""
 
     def choices(self, right, *, cost, rounds=320, rows=1):
         """Choices of `rounds` rounds in which the first `right(round)` drafts of a block are right."""
         length, chosen = BlockLength(7), []
         for number in range(rounds):
-            chosen.append(length.choose(num_rows=rows, num_drafting=rows, seconds=lambda _, slots: 1.0 + cost * slots))
+            chosen.append(
+                length.choose(num_rows=rows, num_drafting=rows, seconds=lambda _, positions: 1.0 + cost * positions)
+            )
             for _ in range(rows):
-                length.record(num_slots=chosen[-1], accepted=min(right(number), chosen[-1]), verified=chosen[-1])
+                length.record(
+                    num_draft_positions=chosen[-1], accepted=min(right(number), chosen[-1]), verified=chosen[-1]
+                )
         assert all(1 <= choice <= 7 for choice in chosen)
         return chosen
 
     @pytest.mark.parametrize("rows", [1, 8])
     @pytest.mark.parametrize("right", [1, 2, 4, 7])
-    def test_slots_that_bring_nothing_are_not_drafted(self, right, rows):
+    def test_positions_that_bring_nothing_are_not_drafted(self, right, rows):
         chosen = self.choices(lambda _: right, cost=0.05, rows=rows)
         assert sum(choice == right for choice in chosen[-64:]) >= 60
 
-    def test_slots_that_cost_nothing_are_all_drafted(self):
+    def test_positions_that_cost_nothing_are_all_drafted(self):
         assert set(self.choices(lambda number: number % 3, cost=0.0)) == {7}
 
-    def test_all_slots_are_tried_now_and_then(self):
+    def test_all_positions_are_tried_now_and_then(self):
         """So that a text that becomes easy is noticed."""
         chosen = self.choices(lambda _: 1, cost=0.2)
         assert all(7 in chosen[first : first + 16] for first in range(304))
@@ -1113,12 +1119,12 @@ class TestBlockLength:
 
 
 def test_decisions_of_a_round_take_little_time(fake_costs):
-    """32 rows of 7 slots, the dearest case: every slot is looked at. 2 % of a 40 ms round are 0.8 ms."""
+    """32 rows of 7 positions, the dearest case: every position is looked at. 2 % of a 40 ms round are 0.8 ms."""
     rng = random.Random(0)
     confidence = [[rng.uniform(0.97, 1.0) for _ in range(7)] for _ in range(32)]
     view = RoundView(confidence, num_rows=32, seconds=lambda tokens: fake_costs.round_seconds(tokens, num_drafting=32))
     schedules = [ThroughputSchedule(), LaggedThroughputSchedule()]
-    parking, estimates = Parking(), [RequestEstimate() for _ in range(32)]
+    parking, estimates = DraftGate(), [RequestEstimate() for _ in range(32)]
 
     def decide(schedule):
         parking.admit(

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.training.toy_run import flags, write_answers, write_inputs
-from training.run.adapters import add_lora
-from training.data.conversations import load_conversations
 from training.common.files import only_writer
+from training.data.conversations import load_conversations
+from training.run.adapters import add_lora
 from training.run.resuming import check_resumed, last_whole_checkpoint
 from training.train import main
 
@@ -88,7 +88,7 @@ class TestConversations:
         write_answers(folder, [[9, 10, 11] * 20] * 24)
         main(flags(folder, "run", max_length=8, max_steps=2))
         entries = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-        assert entries[0]["slot_loss"] > 0
+        assert entries[0]["position_loss"] > 0
 
     def test_tokens_that_the_target_does_not_have(self, folder):
         tiny_target("llama", vocab_size=40).save_pretrained(folder / "target")

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
+from benchmarks.baselines.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.model_backbone import rotate
 from modeling_dspark.model_cache import DSparkCache, RaggedCache
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.data.blocks import make_blocks
 from training.data.conversations import Conversation
-from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
 from training.data.features import compute_features
 from training.objective.forward import forward_blocks
 from training.run.initialization import warm_start
-from benchmarks.baselines.replay import kept_at_every_anchor, replay, replay_prompt_lookup
 
 
 LAYERS = [0, 2]
@@ -47,7 +47,7 @@ def naive_states(drafter, binding, ids, features, anchor):
     states = list(drafter.fc(features[0, :anchor]))
     tokens = ids[0, 1 : anchor + 1].tolist()
     found = []
-    for slot in range(drafter.config.block_size):
+    for position in range(drafter.config.block_size):
         embedded = drafter.embed_norm(binding.embed(torch.tensor(tokens), like=drafter.norm.weight))
         inputs = drafter.in_proj(torch.cat([embedded, drafter.hidden_norm(torch.stack(states))], dim=-1))[None]
         cos_sin = drafter.rotary_emb(inputs, torch.arange(inputs.shape[1])[None])
@@ -65,7 +65,7 @@ def naive_states(drafter, binding, ids, features, anchor):
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         found.append(drafter.norm(hidden[0, -1]))
         states.append(hidden[0, -1])
-        tokens.append(int(ids[0, anchor + 1 + slot]))
+        tokens.append(int(ids[0, anchor + 1 + position]))
     return torch.stack(found)
 
 
@@ -178,7 +178,7 @@ def test_replay_gives_the_rounds_of_the_decoding_loop(fields):
         min(accepted, tokens - 1) for accepted, tokens in zip(found.accepted, found.new_tokens, strict=True)
     ] == kept
     assert found.new_tokens == [tokens for _, tokens in rounds]
-    assert found.accepted_length == sum(tokens for _, tokens in rounds) / len(rounds)
+    assert found.acceptance_length == sum(tokens for _, tokens in rounds) / len(rounds)
 
 
 def test_replay_of_a_drafter_that_knows_the_text(monkeypatch):
@@ -195,7 +195,7 @@ def test_replay_of_a_drafter_that_knows_the_text(monkeypatch):
     )
     rounds = replay(drafter, target, [conversation])
     assert rounds.new_tokens == [5] * 6
-    assert rounds.accepted_length == 5
+    assert rounds.acceptance_length == 5
 
 
 def test_answers_that_end_at_once_have_no_rounds():
@@ -214,12 +214,12 @@ def test_conditional_acceptance_by_hand(monkeypatch):
     rounds = replay(drafter, target, [None, None])
     assert (rounds.accepted, rounds.verified) == ([2, 0, 1, 2], [3, 3, 2, 2])
     assert rounds.new_tokens == [3, 1, 2, 2]
-    assert rounds.acceptance_by_position == [3 / 4, 2 / 3, 0.0]
-    assert rounds.accepted_length == 2
+    assert rounds.acceptance_rate_by_position == [3 / 4, 2 / 3, 0.0]
+    assert rounds.acceptance_length == 2
 
 
 class TestOlderLayout:
-    def test_the_anchor_has_a_position_and_no_slot(self):
+    def test_the_anchor_has_a_position_and_no_position(self):
         config = DSparkConfig(sample_from_anchor=False, block_size=5, markov_rank=8)
         assert config.num_block_positions == 6
 
@@ -239,7 +239,7 @@ class TestOlderLayout:
         assert torch.equal(logits.argmax(-1), proposal.tokens[0])
         assert_close(outputs.confidence_logits, proposal.confidence_logits[0], atol=1e-4, rtol=1e-4)
 
-    def test_a_slot_reads_the_mask_at_its_own_position(self):
+    def test_a_position_reads_the_mask_at_its_own_position(self):
         """Training's blocks give the hidden states that decoding has, at the masks behind the anchor."""
         target = tiny_target("llama")
         drafter = tiny_drafter(target, sample_from_anchor=False, target_layer_ids=LAYERS)

@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training.objective.attention import chunked_attention
 from training.data.blocks import (
     anchor_candidates,
     block_inputs,
@@ -16,6 +15,7 @@ from training.data.blocks import (
     sample_anchors,
 )
 from training.data.features import compute_features
+from training.objective.attention import chunked_attention
 from training.objective.forward import forward_blocks
 
 
@@ -36,13 +36,13 @@ def test_labels_and_supervision_by_double_loop(seed):
     for row in range(3):
         for block in range(4):
             anchor, alive = int(blocks.anchors[row, block]), bool(blocks.keep[row, block])
-            for slot in range(5):
-                position = anchor + 1 + slot
+            for draft_position in range(5):
+                position = anchor + 1 + draft_position
                 alive = alive and position < length and bool(response_mask[row, position])
-                assert bool(blocks.supervised[row, block, slot]) == alive
+                assert bool(blocks.supervised[row, block, draft_position]) == alive
                 if alive:
-                    assert blocks.labels[row, block, slot] == input_ids[row, position]
-                    assert blocks.previous[row, block, slot] == input_ids[row, position - 1]
+                    assert blocks.labels[row, block, draft_position] == input_ids[row, position]
+                    assert blocks.previous[row, block, draft_position] == input_ids[row, position - 1]
 
 
 @pytest.mark.parametrize("seed", range(4))

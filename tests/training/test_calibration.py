@@ -14,6 +14,8 @@ from modeling_dspark import DSparkConfig, DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
 from training.calibrate import CalibrateArguments, calibrate, split_records
+from training.confidence.outputs import table, write_temperatures
+from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file, rounds_of
 from training.confidence.scaling import (
     TEMPERATURE_GRID,
     Rounds,
@@ -26,8 +28,6 @@ from training.confidence.scaling import (
     reliability_bins,
     survival,
 )
-from training.confidence.outputs import table, write_temperatures
-from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file, rounds_of
 
 
 def draw(count=200, levels=None):
@@ -41,9 +41,9 @@ def draw(count=200, levels=None):
 def synthetic_rounds(count, temperatures, *, seed=0, spread=1.5):
     """Rounds whose survival is exact once the logits are divided by `temperatures`; kept drafts by coin flips."""
     generator = torch.Generator().manual_seed(seed)
-    num_slots = len(temperatures)
-    exact = spread * torch.randn(count, num_slots, generator=generator, dtype=torch.float64) + 0.7
-    kept = torch.rand(count, num_slots, generator=generator, dtype=torch.float64) < torch.sigmoid(exact)
+    num_draft_positions = len(temperatures)
+    exact = spread * torch.randn(count, num_draft_positions, generator=generator, dtype=torch.float64) + 0.7
+    kept = torch.rand(count, num_draft_positions, generator=generator, dtype=torch.float64) < torch.sigmoid(exact)
     return Rounds.of(exact * torch.tensor(temperatures, dtype=torch.float64), kept.long().cumprod(1).sum(1))
 
 
@@ -118,19 +118,19 @@ class TestRounds:
         temperatures = [0.5, 1.0, 2.0]
         for row, values in enumerate(survival(logits, temperatures).tolist()):
             product = 1.0
-            for slot, value in enumerate(values):
-                product *= 1 / (1 + math.exp(-logits[row, slot].item() / temperatures[slot]))
+            for position, value in enumerate(values):
+                product *= 1 / (1 + math.exp(-logits[row, position].item() / temperatures[position]))
                 assert value == pytest.approx(product, abs=1e-12)
 
     def test_a_cut_round_is_left_out_behind_its_cut(self):
-        """Whatever stands behind the cut changes nothing, and earlier slots do count."""
+        """Whatever stands behind the cut changes nothing, and earlier positions do count."""
         rounds = Rounds.of(torch.randn(4, 3), [3, 1, 0, 2], [3, 3, 1, 2])
-        assert [rounds.outcome(slot)[0].tolist() for slot in range(3)] == [
+        assert [rounds.outcome(position)[0].tolist() for position in range(3)] == [
             [True, True, True, True],
             [True, True, False, True],
             [True, True, False, False],
         ]
-        assert [rounds.outcome(slot)[1].tolist() for slot in range(3)] == [
+        assert [rounds.outcome(position)[1].tolist() for position in range(3)] == [
             [True, True, False, True],
             [True, False, True],
             [True, False],
@@ -161,8 +161,8 @@ class TestRounds:
         with pytest.raises(ValueError, match=match):
             Rounds.of(*arguments)
 
-    def test_a_slot_that_was_never_verified(self):
-        with pytest.raises(ValueError, match="Slot 1 .* 2 rounds"):
+    def test_a_position_that_was_never_verified(self):
+        with pytest.raises(ValueError, match="Position 1 .* 2 rounds"):
             fit_temperatures(Rounds.of([[1.0, 1.0], [0.0, 0.0]], [0, 1], [1, 1]))
 
 
@@ -185,22 +185,22 @@ class TestFit:
             assert after < min(before / 3, 3 * floor)
         assert report.after.means()["brier"] < report.before.means()["brier"]
 
-    def test_each_slot_is_the_best_of_the_grid_given_those_before(self):
+    def test_each_position_is_the_best_of_the_grid_given_those_before(self):
         rounds = synthetic_rounds(500, [2.0, 0.5])
         grid = [0.25, 0.5, 1.0, 2.0, 4.0]
         fitted = fit_temperatures(rounds, grid=grid)
-        for slot in range(2):
+        for position in range(2):
             errors = {}
             for candidate in grid:
-                values = survival(rounds.logits, [*fitted[:slot], candidate, 1.0][:2])[:, slot]
-                errors[candidate] = expected_calibration_error(values, rounds.accepted > slot)
-            assert errors[fitted[slot]] == min(errors.values())
+                values = survival(rounds.logits, [*fitted[:position], candidate, 1.0][:2])[:, position]
+                errors[candidate] = expected_calibration_error(values, rounds.accepted > position)
+            assert errors[fitted[position]] == min(errors.values())
 
-    def test_order_within_a_slot_is_kept(self):
+    def test_order_within_a_position_is_kept(self):
         rounds = synthetic_rounds(2_000, [0.3, 4.0])
-        for slot, temperature in enumerate(fit_temperatures(rounds)):
-            kept = rounds.accepted > slot
-            raw, scaled = (torch.sigmoid(rounds.logits[:, slot] / value) for value in (1.0, temperature))
+        for position, temperature in enumerate(fit_temperatures(rounds)):
+            kept = rounds.accepted > position
+            raw, scaled = (torch.sigmoid(rounds.logits[:, position] / value) for value in (1.0, temperature))
             assert auc(raw, kept) == auc(scaled, kept)
 
     def test_indifferent_data_keep_temperature_one(self):
@@ -212,7 +212,7 @@ class TestFit:
         with pytest.raises(ValueError, match="temperatures"):
             calibration_report(rounds, [1.0])
 
-    def test_a_slot_without_two_outcomes_has_no_auc(self):
+    def test_a_position_without_two_outcomes_has_no_auc(self):
         report = calibration_report(Rounds.of(torch.zeros(4, 1), [1, 1, 1, 1]), [1.0])
         assert math.isnan(report.after.auc[0])
         assert "nan" in table(report)
@@ -221,7 +221,7 @@ class TestFit:
 class FakeEngine:
     """Decodes nothing: a request's rounds are a function of its prompt; the n-th finished one may raise."""
 
-    num_slots = 4
+    num_draft_positions = 4
 
     def __init__(self, crash_after=None):
         self.running, self.most_running, self.crash_after = [], 0, crash_after
@@ -231,12 +231,12 @@ class FakeEngine:
         generator = torch.Generator().manual_seed(int((input_ids * torch.arange(1, len(input_ids) + 1)).sum()))
         rounds = int(torch.randint(20, 60, (1,), generator=generator))
         # Raw logits are three times what they should be.
-        logits = torch.randn(rounds, self.num_slots, generator=generator) * 3 + 1.5
-        kept = torch.rand(rounds, self.num_slots, generator=generator) < torch.sigmoid(logits / 3)
+        logits = torch.randn(rounds, self.num_draft_positions, generator=generator) * 3 + 1.5
+        kept = torch.rand(rounds, self.num_draft_positions, generator=generator) < torch.sigmoid(logits / 3)
         accepted = kept.long().cumprod(1).sum(1).tolist()
         statistics = SimpleNamespace(
-            drafted=[0] + [self.num_slots] * rounds,
-            verified=[0] + [self.num_slots] * rounds,
+            drafted=[0] + [self.num_draft_positions] * rounds,
+            verified=[0] + [self.num_draft_positions] * rounds,
             accepted=[0, *accepted],
             new_tokens=[1] + [value + 1 for value in accepted],
             confidence_logits=logits.tolist(),
@@ -414,7 +414,7 @@ class TestCommand:
         before = json.loads(config_file.read_text())
         report = calibrate(arguments(workspace))
         assert report.after.means()["ece"] < report.before.means()["ece"]
-        # 3 is exact; 700 rounds tell it roughly at the first slot, and less at later ones, which few drafts reach.
+        # 3 is exact; 700 rounds tell it roughly at the first position, and less at later ones, which few drafts reach.
         assert 2 < report.temperatures[0] < 4.5
 
         after = json.loads(config_file.read_text())
@@ -577,8 +577,8 @@ class TestSplitAndConfig:
         assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_the_report_has_a_line_for_each_slot():
+def test_the_report_has_a_line_for_each_position():
     report = calibration_report(synthetic_rounds(100, [1.0, 2.0]), [1.0, 2.0])
     lines = table(replace(report, temperatures=(1.25, 0.5))).splitlines()
-    assert [line.split()[0] for line in lines] == ["slot", "0", "1", "mean"]
+    assert [line.split()[0] for line in lines] == ["position", "0", "1", "mean"]
     assert "1.250" in lines[1]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.builders import tiny_target
-from training import targets
+from training.common import targets
 from training.common.commands import exit_status
 
 

@@ -64,7 +64,9 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tiny_tokenizer, head):
         words = flags(tmp_path, name, **shared, **split, gradient_accumulation_steps=accumulated)
         logs[name] = launch(words, processes=processes, folder=tmp_path / name)
         drafters[name] = DSparkModel.from_pretrained(tmp_path / name / "drafter").state_dict()
-    losses = {name: [entry["slot_loss"] for entry in log if "slot_loss" in entry] for name, log in logs.items()}
+    losses = {
+        name: [entry["position_loss"] for entry in log if "position_loss" in entry] for name, log in logs.items()
+    }
     assert len(losses["one"]) == STEPS
     assert losses["one"][-1] != pytest.approx(losses["one"][0], abs=1e-3)
     for name in ("two", "two_accumulating"):
@@ -89,7 +91,7 @@ def test_launch_files_train(tmp_path, tiny_tokenizer, name):
     alone = launch(flags(tmp_path, "alone", **shared), processes=1, folder=tmp_path / "alone")
     run(accelerate(name, flags(tmp_path, "both", per_device_train_batch_size=2, **shared)))
     both = [json.loads(line) for line in (tmp_path / "both" / "log.jsonl").read_text().splitlines()]
-    losses = [[entry["slot_loss"] for entry in log if "slot_loss" in entry] for log in (alone, both)]
+    losses = [[entry["position_loss"] for entry in log if "position_loss" in entry] for log in (alone, both)]
     assert len(losses[0]) == STEPS
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     drafters = [

@@ -16,11 +16,11 @@ from modeling_dspark import Engine
 from modeling_dspark.schedule_policies import DraftSettings
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training import evaluate as command
-from training import evaluation_runs
+from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of
 from training.evaluate import EvaluateArguments, evaluate
+from training.evaluation import runs as evaluation_runs
 from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
 from training.evaluation.report import EvalReport
-from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,15 +58,15 @@ def replay(rounds, threshold, temperatures):
     return verified, accepted, tokens
 
 
-def calibration_by_loop(rounds, slot, temperatures):
-    """ECE, AUC and Brier of the survival up to a slot."""
+def calibration_by_loop(rounds, position, temperatures):
+    """ECE, AUC and Brier of the survival up to a position."""
     pairs = []
     for checked, kept, _, logits in rounds:
-        if checked > slot:
+        if checked > position:
             product = 1.0
-            for index in range(slot + 1):
+            for index in range(position + 1):
                 product *= sigmoid(logits[index] / temperatures[index])
-            pairs.append((product, float(kept > slot)))
+            pairs.append((product, float(kept > position)))
     error = 0.0
     for number in range(20):
         inside = [pair for pair in pairs if min(int(pair[0] * 20), 19) == number]
@@ -79,23 +79,23 @@ def calibration_by_loop(rounds, slot, temperatures):
 class TestNumbers:
     def test_acceptance_by_hand(self):
         figures = acceptance_figures(verified=VERIFIED, accepted=ACCEPTED, new_tokens=NEW_TOKENS)
-        assert (figures["rounds"], figures["new_tokens"], figures["accepted_length"]) == (8, 16, 2.0)
+        assert (figures["rounds"], figures["new_tokens"], figures["acceptance_length"]) == (8, 16, 2.0)
         assert (figures["drafts_per_round"], figures["verify_rate"]) == (16 / 8, 9 / 16)
-        # Slot 0 was verified in 7 rounds and kept in 5. Of these, 4 verified slot 1 (one ended before), which 3 kept; ...
+        # Position 0 was verified in 7 rounds and kept in 5. Of these, 4 verified position 1 (one ended before), which 3 kept; ...
         assert figures["tried_by_position"] == [7, 4, 2]
-        assert figures["acceptance_by_position"] == [5 / 7, 3 / 4, 1 / 2]
+        assert figures["acceptance_rate_by_position"] == [5 / 7, 3 / 4, 1 / 2]
 
     def test_drafts_behind_the_end_of_a_text_were_not_verified(self):
         """Given as the engine counts them: the text ended at the second of four drafts, of which three would do."""
         raw = acceptance_figures(verified=[4], accepted=[3], new_tokens=[2])
         assert raw["verify_rate"] == 1.0
         assert raw["tried_by_position"] == [1, 1, 0, 0]
-        assert raw["acceptance_by_position"] == [1.0, 1.0, None, None]
+        assert raw["acceptance_rate_by_position"] == [1.0, 1.0, None, None]
 
     def test_nothing_verified(self):
-        figures = acceptance_figures(verified=[0], accepted=[0], new_tokens=[1], num_slots=2)
-        assert (figures["accepted_length"], figures["verify_rate"]) == (1.0, None)
-        assert figures["acceptance_by_position"] == [None, None]
+        figures = acceptance_figures(verified=[0], accepted=[0], new_tokens=[1], num_draft_positions=2)
+        assert (figures["acceptance_length"], figures["verify_rate"]) == (1.0, None)
+        assert figures["acceptance_rate_by_position"] == [None, None]
 
     @pytest.mark.parametrize(
         ("columns", "match"),
@@ -110,8 +110,8 @@ class TestNumbers:
     def test_impossible_rounds(self, columns, match):
         with pytest.raises(ValueError, match=match):
             acceptance_figures(**dict(zip(("verified", "accepted", "new_tokens"), columns, strict=True)))
-        with pytest.raises(ValueError, match="`num_slots` is 1"):
-            acceptance_figures(verified=[2], accepted=[0], new_tokens=[1], num_slots=1)
+        with pytest.raises(ValueError, match="`num_draft_positions` is 1"):
+            acceptance_figures(verified=[2], accepted=[0], new_tokens=[1], num_draft_positions=1)
 
     @pytest.mark.parametrize("temperatures", [None, TEMPERATURES])
     def test_calibration_is_the_loop(self, temperatures):
@@ -121,17 +121,17 @@ class TestNumbers:
         assert (figures["after"] is None) == (temperatures is None)
         scales = {"before": [1.0] * 3} | ({} if temperatures is None else {"after": temperatures})
         for name, scale in scales.items():
-            for slot in range(3):
-                error, area, brier = calibration_by_loop(ROUNDS, slot, scale)
-                assert figures[name]["ece"][slot] == pytest.approx(error, abs=1e-12)
-                assert figures[name]["auc"][slot] == pytest.approx(area, abs=1e-12)
-                assert figures[name]["brier"][slot] == pytest.approx(brier, abs=1e-12)
+            for position in range(3):
+                error, area, brier = calibration_by_loop(ROUNDS, position, scale)
+                assert figures[name]["ece"][position] == pytest.approx(error, abs=1e-12)
+                assert figures[name]["auc"][position] == pytest.approx(area, abs=1e-12)
+                assert figures[name]["brier"][position] == pytest.approx(brier, abs=1e-12)
             assert figures["means"][name]["ece"] == pytest.approx(sum(figures[name]["ece"]) / 3)
 
-    def test_slots_that_were_never_verified_are_left_out(self):
+    def test_positions_that_were_never_verified_are_left_out(self):
         figures = calibration_figures(logits=[[0.5] * 4, [0.1] * 4], accepted=[1, 1], verified=[2, 1])
         assert figures["counts"] == [2, 1]
-        assert figures["before"]["auc"] == [None, None]  # all outcomes of a slot agree
+        assert figures["before"]["auc"] == [None, None]  # all outcomes of a position agree
         json.dumps(figures, allow_nan=False)
         with pytest.raises(ValueError, match="nothing to say"):
             calibration_figures(logits=[[]], accepted=[0], verified=[0])
@@ -151,10 +151,10 @@ class TestNumbers:
             verified, accepted, tokens = replay(ROUNDS, point.threshold, temperatures or [1.0] * 3)
             seen.add(verified)
             assert point.drafts_per_round == verified / 8
-            assert point.accepted_length == tokens / 8
+            assert point.acceptance_length == tokens / 8
             assert point.verify_rate == (accepted / verified if verified else None)
         assert len(seen) >= 4  # of the thresholds, some differ
-        assert (points[0].accepted_length, points[-1].accepted_length) == (2.0, 1.0)
+        assert (points[0].acceptance_length, points[-1].acceptance_length) == (2.0, 1.0)
 
     def test_speed(self):
         pairs = [((10, 2.0), (10, 1.0)), ((30, 3.0), (28, 2.0)), ((20, 4.0), (20, 2.5))]
@@ -232,7 +232,7 @@ class TestSweepAgainstTheEngine:
         assert rounds == len(full["new_tokens"])
         assert sum(run["verified"]) < sum(full["verified"])
         assert point.drafts_per_round == sum(run["verified"]) / rounds
-        assert point.accepted_length == sum(run["new_tokens"]) / rounds
+        assert point.acceptance_length == sum(run["new_tokens"]) / rounds
         assert point.verify_rate == sum(run["accepted"]) / sum(run["verified"])
 
     def test_close_where_a_cut_loses_drafts(self):
@@ -243,8 +243,8 @@ class TestSweepAgainstTheEngine:
         run = decode(with_threshold(drafter, target, 0.5, do_sample=True), count=36)
         rounds = len(run["new_tokens"])
         without = sum(full["new_tokens"]) / len(full["new_tokens"])
-        assert point.accepted_length < 0.9 * without  # it loses something
-        assert point.accepted_length == pytest.approx(sum(run["new_tokens"]) / rounds, rel=0.1)
+        assert point.acceptance_length < 0.9 * without  # it loses something
+        assert point.acceptance_length == pytest.approx(sum(run["new_tokens"]) / rounds, rel=0.1)
         assert point.drafts_per_round == pytest.approx(sum(run["verified"]) / rounds, rel=0.15)
 
 
@@ -310,20 +310,20 @@ class TestCommand:
             assert tokens == 13 * len(groups[name])  # the prefill gives the first of 14
             figures = part.acceptance
             assert (figures["rounds"], figures["new_tokens"]) == (len(rounds), tokens)
-            assert figures["accepted_length"] == tokens / len(rounds)
+            assert figures["acceptance_length"] == tokens / len(rounds)
             assert figures["verify_rate"] == sum(each[1] for each in rounds) / sum(each[0] for each in rounds)
-            for slot in range(4):
-                tried = [each[1] > slot for each in rounds if each[0] > slot and each[1] >= slot]
-                assert figures["acceptance_by_position"][slot] == sum(tried) / len(tried)
+            for position in range(4):
+                tried = [each[1] > position for each in rounds if each[0] > position and each[1] >= position]
+                assert figures["acceptance_rate_by_position"][position] == sum(tried) / len(tried)
                 for key, scale in (("before", [1.0] * 4), ("after", [1.5, 0.8, 1.2, 2.0])):
-                    error, area, brier = calibration_by_loop(rounds, slot, scale)
-                    assert part.calibration[key]["ece"][slot] == pytest.approx(error, abs=1e-12)
-                    assert part.calibration[key]["auc"][slot] == pytest.approx(area, abs=1e-12)
-                    assert part.calibration[key]["brier"][slot] == pytest.approx(brier, abs=1e-12)
+                    error, area, brier = calibration_by_loop(rounds, position, scale)
+                    assert part.calibration[key]["ece"][position] == pytest.approx(error, abs=1e-12)
+                    assert part.calibration[key]["auc"][position] == pytest.approx(area, abs=1e-12)
+                    assert part.calibration[key]["brier"][position] == pytest.approx(brier, abs=1e-12)
             assert [point.threshold for point in part.thresholds] == [0.0, 0.5]
             for point in part.thresholds:
                 verified, accepted, tokens = replay(rounds, point.threshold, [1.5, 0.8, 1.2, 2.0])
-                assert point.accepted_length == tokens / len(rounds)
+                assert point.acceptance_length == tokens / len(rounds)
                 assert point.drafts_per_round == verified / len(rounds)
                 assert point.verify_rate == accepted / verified
 
@@ -362,7 +362,7 @@ class TestCommand:
         assert page.strip() in capsys.readouterr().out
         for name, part in (report.sets | {"pooled": report.pooled}).items():
             assert f"| {name} | {part.prompts} | {part.skipped} |" in page
-            assert f"{part.acceptance['accepted_length']:.3f}" in page
+            assert f"{part.acceptance['acceptance_length']:.3f}" in page
         assert page.count("\n## ") == 5
         widths = {line.count("|") for line in page.split("## Acceptance")[1].split("##")[0].splitlines() if line}
         assert widths == {8}
@@ -393,7 +393,7 @@ class TestCommand:
         _, drafter = markov_pair(drafter_fields={"block_size": block_size})
         save(drafter, workspace, f"block{block_size}")
         report = evaluate(arguments(workspace, tmp_path, drafter=str(workspace / f"block{block_size}"), limit=4))
-        assert len(report.pooled.acceptance["acceptance_by_position"]) == block_size
+        assert len(report.pooled.acceptance["acceptance_rate_by_position"]) == block_size
         assert report.pooled.calibration["after"] is None
         assert report.pooled.calibration["means"]["after"] is None
         assert "training.calibrate" in report.notes[0]
@@ -405,7 +405,7 @@ class TestCommand:
         save(drafter, workspace, "headless")
         report = evaluate(arguments(workspace, tmp_path, drafter=str(workspace / "headless"), no_speed=False, limit=1))
         assert report.pooled.calibration is report.pooled.thresholds is None
-        assert report.pooled.acceptance["accepted_length"] > 1.2
+        assert report.pooled.acceptance["acceptance_length"] > 1.2
         assert report.pooled.speed.ratio > 0
         assert "no confidence head" in report.notes[0]
         assert "no confidence head" in (tmp_path / "report.md").read_text()
@@ -604,14 +604,16 @@ class TestMetricModules:
 
     def test_speculative_acceptance(self, tmp_path):
         metric = self.load("speculative_acceptance", tmp_path)
-        expected = acceptance_figures(verified=VERIFIED, accepted=ACCEPTED, new_tokens=NEW_TOKENS, num_slots=5)
+        expected = acceptance_figures(
+            verified=VERIFIED, accepted=ACCEPTED, new_tokens=NEW_TOKENS, num_draft_positions=5
+        )
         inputs = {"predictions": VERIFIED, "references": ACCEPTED, "new_tokens": NEW_TOKENS}
-        assert metric.compute(**inputs, num_slots=5) == expected
+        assert metric.compute(**inputs, num_draft_positions=5) == expected
         for start in (0, 3):
             metric.add_batch(**{name: values[start : 3 if start == 0 else None] for name, values in inputs.items()})
-        assert metric.compute(num_slots=5) == expected
-        assert expected["accepted_length"] == 2.0
-        assert "accepted_length" in metric.inputs_description
+        assert metric.compute(num_draft_positions=5) == expected
+        assert expected["acceptance_length"] == 2.0
+        assert "acceptance_length" in metric.inputs_description
         with pytest.raises(ValueError, match="new_tokens"):
             metric.compute(predictions=[1], references=[1])
 

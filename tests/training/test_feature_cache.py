@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training import feature_cache, shards
+from training.common.files import checksum
+from training.data import feature_cache, shards
 from training.data.conversations import Conversation
 from training.data.feature_cache import FeatureCache
-from training.common.files import checksum
 from training.data.shards import ShardFolder, size_text
 
 

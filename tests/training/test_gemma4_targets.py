@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
 from modeling_dspark import DSparkModel
 from modeling_dspark.model_backbone import DSparkDecoderLayer
 from tests.builders import GEMMA4_DRAFTER, tiny_drafter, tiny_target
 from tests.modeling.test_gemma4_backbone import naive_layer, norm_rows
 from tests.training.toy_run import flags, write_inputs
 from training.data.blocks import make_blocks
-from benchmarks.baselines.autoregressive import EagleConfig, EagleDrafter
 from training.data.features import compute_features
 from training.objective.forward import forward_blocks
 from training.run.initialization import config_for_target, warm_start
@@ -91,7 +91,7 @@ def test_layers_of_another_kind_are_not_copied(fields, layers, message):
 
 @torch.no_grad()
 def test_the_autoregressive_baseline_has_the_traits_too():
-    """One slot of one block: the last position of a causal pass, by the formulas of a layer."""
+    """One position of one block: the last position of a causal pass, by the formulas of a layer."""
     target = tiny_target("gemma4")
     heads = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     config = tiny_drafter(target, **GEMMA4_DRAFTER, **heads, num_hidden_layers=1, block_size=1).config
@@ -146,7 +146,7 @@ def test_a_run_learns_and_its_drafter_loads(family, tmp_path, tiny_tokenizer):
     warm = {"num_draft_layers": 2, "init_from_target_layers": "1 3", "max_steps": 30, "logging_steps": 5}
     trained = main(flags(tmp_path, "run", **warm))
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    losses = [entry["slot_loss"] for entry in log if "slot_loss" in entry]
+    losses = [entry["position_loss"] for entry in log if "position_loss" in entry]
     assert losses[-1] < 0.9 * losses[0]
     drafter = DSparkModel.from_pretrained(tmp_path / "run" / "drafter").eval()
     for name, tensor in trained.state_dict().items():

@@ -9,10 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training.data.blocks import make_blocks
-from training.objective.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.data.features import compute_features
+from training.objective.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.objective.forward import forward_blocks
-from training.objective.losses import LossWeights, confidence_loss, linear_between, slot_weights, weighted_slot_loss
+from training.objective.losses import (
+    LossWeights,
+    confidence_loss,
+    linear_between,
+    position_weights,
+    weighted_position_loss,
+)
 
 
 ALL_TERMS = LossWeights(0.2, 0.7, 0.3)
@@ -39,20 +45,20 @@ def test_loss_and_gradient_equal_the_naive_ones(weights, chunk_size, reduced):
     hidden = (torch.randn(16, 12) * 2).requires_grad_()
     p = (torch.randn(16, 20 if reduced else 12) * 2).softmax(-1)[:, :12]
     labels = torch.randint(-1 if reduced else 0, 12, (16,))
-    slot = torch.rand(16)
-    total, terms = weighted_slot_loss(
+    draft_position = torch.rand(16)
+    total, terms = weighted_position_loss(
         hidden,
         None,
         draft_logits_of=lambda rows, _: rows,
         target_of=lambda part: p[part],
         labels=labels,
-        weights=slot,
+        weights=draft_position,
         loss_weights=weights,
         chunk_size=chunk_size,
     )
     (3 * total).backward()
     ours, hidden.grad = hidden.grad, None
-    expected, l1 = naive_loss(hidden, p, labels, slot, weights)
+    expected, l1 = naive_loss(hidden, p, labels, draft_position, weights)
     (3 * expected).backward()
     assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
     assert_close(ours, hidden.grad, atol=1e-6, rtol=1e-5)
@@ -84,7 +90,7 @@ class Step:
         to_draft = torch.full((VOCAB,), -1)
         to_draft[self.ids] = torch.arange(len(self.ids))
         self.labels = to_draft[self.blocks.labels[self.blocks.supervised]]
-        self.weights = slot_weights(4, 4.0).expand_as(self.blocks.labels)[self.blocks.supervised]
+        self.weights = position_weights(4, 4.0).expand_as(self.blocks.labels)[self.blocks.supervised]
         rows = torch.arange(2)[:, None, None]
         self.positions = (rows * 13 + self.blocks.label_sources)[self.blocks.supervised]
 
@@ -101,7 +107,7 @@ class Step:
             positions=self.positions,
             logsumexp=self.features.logsumexp.flatten() if with_logsumexp else None,
         )
-        return weighted_slot_loss(
+        return weighted_position_loss(
             outputs.hidden,
             outputs.latent,
             draft_logits_of=functools.partial(draft_logits, self.drafter, self.binding),
@@ -277,11 +283,11 @@ def test_nothing_as_wide_as_the_vocabulary_waits_for_backward():
     assert shapes == {outputs.hidden.shape, outputs.latent.shape, step.drafter.markov_head.markov_w2.weight.shape}
 
 
-def test_no_supervised_slot():
+def test_no_supervised_position():
     """A loss of zero that can be differentiated, so that a process without a block takes part in the step."""
     hidden = torch.zeros(0, 5, requires_grad=True)
     weight = torch.randn(7, 3, requires_grad=True)
-    total, terms = weighted_slot_loss(
+    total, terms = weighted_position_loss(
         hidden,
         torch.zeros(0, 3),
         draft_logits_of=None,
@@ -305,9 +311,9 @@ def test_confidence_target_is_detached():
     assert_close(logits.grad, torch.tensor([-0.5, 0.5]))
 
 
-def test_weights_of_slots_and_terms():
-    assert_close(slot_weights(3, 4.0), torch.tensor([1.0, 0.7788008, 0.6065307]))
-    assert slot_weights(3, None).tolist() == [1, 1, 1]
+def test_weights_of_positions_and_terms():
+    assert_close(position_weights(3, 4.0), torch.tensor([1.0, 0.7788008, 0.6065307]))
+    assert position_weights(3, None).tolist() == [1, 1, 1]
     assert [linear_between(0, 2, f) for f in (-1, 0, 0.5, 1, 3)] == [0, 0, 1, 2, 2]
     with pytest.raises(ValueError, match="decay"):
         LossWeights(decay=0)

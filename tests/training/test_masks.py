@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from training.common.targets import EMBEDDED_TARGET, load_tokenizer
 from training.data.conversations import load_conversations
 from training.data.masks import assistant_tokens
-from training.common.targets import EMBEDDED_TARGET, load_tokenizer
 
 
 MESSAGES = [

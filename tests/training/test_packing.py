@@ -7,15 +7,15 @@ from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target, varied_target
 from tests.training.test_pipeline import arguments, train_flags, workspace  # noqa: F401 - a fixture
-from training.run.arguments import DSparkTrainingArguments
-from training.objective.attention import CHUNKED_ATTENTION
 from training.data.batches import ConversationDataset, collate
 from training.data.blocks import block_mask, block_positions, flex_block_mask, make_blocks
 from training.data.conversations import Conversation
 from training.data.features import compute_features
-from training.objective.forward import forward_blocks
 from training.data.packing import check_packing, pack
+from training.objective.attention import CHUNKED_ATTENTION
+from training.objective.forward import forward_blocks
 from training.regenerate import regenerate
+from training.run.arguments import DSparkTrainingArguments
 from training.train import main
 
 
@@ -148,7 +148,7 @@ def test_blocks_end_where_their_conversation_ends():
 
 @pytest.mark.parametrize("attention", ["sdpa", CHUNKED_ATTENTION])
 def test_the_drafter_sees_of_a_packed_row_what_it_sees_of_a_single_one(attention):
-    """Hidden states of all supervised slots, packed and alone, with more blocks than a chunk holds."""
+    """Hidden states of all supervised positions, packed and alone, with more blocks than a chunk holds."""
     target = varied_target("llama")
     drafter = tiny_drafter(target, target_layer_ids=TAPS)
     drafter.set_attn_implementation(attention)

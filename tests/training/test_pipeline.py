@@ -16,11 +16,11 @@ from modeling_dspark import DSparkModel
 from modeling_dspark.target_binding import hidden_states_argument
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.training.toy_run import flags
-from training import answering
+from training.answers import local as answering
 from training.data.conversations import Conversation, choose_draft_vocabulary, load_conversations
 from training.data.features import compute_features, pad_ids
-from training.run.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
+from training.run.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
 from training.train import main, parse_arguments, split_conversations
 
 
@@ -281,7 +281,7 @@ class TestTrain:
             )
         )
         log = [json.loads(line) for line in (workspace / "run" / "log.jsonl").read_text().splitlines()]
-        losses = [entry["slot_loss"] for entry in log if "slot_loss" in entry]
+        losses = [entry["position_loss"] for entry in log if "position_loss" in entry]
         assert losses[-1] < 0.8 * losses[0]
         assert any("eval_tau" in entry and "eval_acceptance/2" in entry for entry in log)
         drafter = DSparkModel.from_pretrained(workspace / "run" / "drafter")

@@ -10,11 +10,11 @@ from torch import nn
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training import calibrate as calibrate_module
-from training import confidence_inputs
 from training import refit_confidence as refit_module
+from training.confidence import inputs as confidence_inputs
 from training.confidence.inputs import Recorder, head_inputs
-from training.refit_confidence import RefitArguments, choose_weight_decay, fit_head, refit
 from training.confidence.rounds import make_engine
+from training.refit_confidence import RefitArguments, choose_weight_decay, fit_head, refit
 
 
 def planted(count: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:
@@ -70,10 +70,10 @@ def test_recorded_inputs_give_the_logits_of_the_head(with_markov):
     requests = [engine.add_request(torch.tensor(prompt), max_new_tokens=12) for prompt in ([5, 6, 7], [9], [4, 8])]
     while engine.requests:
         engine.step()
-    slots = [recorder.take(request.statistics) for request in requests]
-    assert all(len(inputs) == len(outcomes) > 0 for inputs, outcomes in slots)
-    logits = torch.cat([drafter.confidence_head.proj(inputs.float()).squeeze(-1) for inputs, _ in slots])
-    for request, (_, outcomes) in zip(requests, slots, strict=True):
+    positions = [recorder.take(request.statistics) for request in requests]
+    assert all(len(inputs) == len(outcomes) > 0 for inputs, outcomes in positions)
+    logits = torch.cat([drafter.confidence_head.proj(inputs.float()).squeeze(-1) for inputs, _ in positions])
+    for request, (_, outcomes) in zip(requests, positions, strict=True):
         assert int(outcomes.sum()) == sum(request.statistics.accepted)
     expected = sorted(
         value
@@ -86,7 +86,7 @@ def test_recorded_inputs_give_the_logits_of_the_head(with_markov):
         )
         for value in values[: min(accepted + 1, verified)]
     )
-    # A text that ends at a kept draft hides the slot behind it, so a few recorded logits may be missing here.
+    # A text that ends at a kept draft hides the position behind it, so a few recorded logits may be missing here.
     assert len(expected) - len(requests) <= len(logits) <= len(expected)
     distances = (logits[:, None] - torch.tensor(expected)).abs().min(dim=1).values
     assert distances.max() < 2e-2  # inputs are kept in half precision

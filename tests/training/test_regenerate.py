@@ -19,12 +19,12 @@ from tests.builders import tiny_target
 from tests.training.chat_server import ChatDouble
 from training.answers.local import batch_seed
 from training.answers.provenance import settings_of
-from training.data.conversations import load_conversations
+from training.answers.served import end_of_turn_id
 from training.common.files import JsonlAppender, write_atomically
+from training.common.targets import chat_template_hash, target_revision
+from training.data.conversations import load_conversations
 from training.data.prompts import continuation_ids, prompt_ids, read_prompts
 from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
-from training.answers.served import end_of_turn_id
-from training.common.targets import chat_template_hash, target_revision
 
 
 ROOT = Path(__file__).parents[2]

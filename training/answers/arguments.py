@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.data.prompts import Thinking
 from training.common.targets import EMBEDDED_TARGET
+from training.data.prompts import Thinking
 
 
 @dataclass

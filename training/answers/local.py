@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from training.answers.plan import Answer, Answers, Request, follow_ups, plan_batches
 from training.answers.arguments import RegenerateArguments
+from training.answers.plan import Answer, Answers, Request, follow_ups, plan_batches
 from training.common.targets import load_target
 
 

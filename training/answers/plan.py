@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from training.answers.arguments import RegenerateArguments, valid_sampling
 from training.common.files import read_jsonl
 from training.data.prompts import chat, prompt_ids, read_prompts, render_chat, text_ids, user_turns
-from training.answers.arguments import RegenerateArguments, valid_sampling
 
 
 @dataclass(frozen=True)

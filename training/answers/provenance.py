@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import DatasetCardData
 from transformers import PreTrainedTokenizerBase
 
-from training.common.files import read_jsonl, write_atomically
 from training.answers.arguments import RegenerateArguments
+from training.common.files import read_jsonl, write_atomically
 from training.common.tables import compact_table
 from training.common.targets import chat_template_hash, target_revision
 

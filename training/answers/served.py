@@ -14,11 +14,11 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from training.answers.plan import Answers, Request, follow_up, follow_ups
-from training.data.prompts import continuation_ids, render_chat, template_options
 from training.answers.arguments import RegenerateArguments
+from training.answers.plan import Answers, Request, follow_up, follow_ups
 from training.answers.server import ChatServer, Completion, RequestFailedError
 from training.common.targets import resolve_target
+from training.data.prompts import continuation_ids, render_chat, template_options
 
 
 logger = logging.get_logger("training.regenerate")

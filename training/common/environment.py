@@ -11,7 +11,7 @@ import torch
 import transformers
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def environment(dtype: str, device: str = "cpu") -> dict[str, Any]:

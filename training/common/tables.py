@@ -34,7 +34,7 @@ def compact_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def by_position(acceptance: Sequence[float | None], tried: Sequence[int]) -> str:
-    """Conditional acceptance at each slot as one line; `-` where a slot was never tried."""
+    """Conditional acceptance at each position as one line; `-` where a position was never tried."""
     return " ".join(f"{value:.2f}" if count else "-" for value, count in zip(acceptance, tried, strict=True))
 
 
@@ -57,7 +57,7 @@ def _speed_table(section: dict[str, Any]) -> str:
         speeds, ratios, different = entry["tokens_per_second"], entry["ratio"], entry["differences"]["count"]
         row = [source, f"{speeds['plain']:.1f}"]
         row += [cell for name in names for cell in (f"{speeds[name]:.1f}", f"{ratios[name]:.2f}x")]
-        acceptance = by_position(entry["acceptance_by_position"], entry["tried_by_position"])
+        acceptance = by_position(entry["acceptance_rate_by_position"], entry["tried_by_position"])
         rows.append([*row, f"{entry['tau']:.2f}", acceptance, f"{entry['prompts'] - different}/{entry['prompts']}"])
     return markdown_table([*header, "tau", "acceptance by position", "same text"], rows)
 
@@ -71,7 +71,7 @@ def _overall_line(overall: dict[str, Any]) -> str:
     differences = f"{overall['differences']['count']} of {overall['prompts']} texts differ"
     if gap is not None:
         differences += f" (two logits at most {gap:.4g} apart at the first difference)"
-    acceptance = by_position(overall["acceptance_by_position"], overall["tried_by_position"])
+    acceptance = by_position(overall["acceptance_rate_by_position"], overall["tried_by_position"])
     return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance by position {acceptance}", differences]) + "."
 
 

@@ -1,9 +1,9 @@
 """What a drafter's confidence head sees in verified rounds, and what came of it: recorded to a file, prompt by prompt.
 
-A record has `prompt` (its line number, from 0), `prompt_sha256` (of its token ids), `outcomes` (0 or 1 for each slot whose
+A record has `prompt` (its line number, from 0), `prompt_sha256` (of its token ids), `outcomes` (0 or 1 for each position whose
 predecessors were accepted) and `inputs` (`[n, F]` in fp16, as base64). Nothing is fitted here.
 
-Shapes: `n` slots, `R` rows, `K` slots of a block, `D` hidden size, `r` Markov rank, `F` inputs of the head.
+Shapes: `n` positions, `R` rows, `K` positions of a block, `D` hidden size, `r` Markov rank, `F` inputs of the head.
 """
 
 import base64
@@ -24,11 +24,11 @@ from training.common.records import RecordFile
 from training.confidence.rounds import Prompt, judged, make_engine, record
 
 
-Slots = tuple[torch.Tensor, torch.Tensor]
+Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class Recorder:
-    """Inputs of the confidence head and outcomes, of the slots whose predecessors were accepted, by answer.
+    """Inputs of the confidence head and outcomes, of the positions whose predecessors were accepted, by answer.
 
     Args:
         drafter ([`DSparkModel`]): The drafter that is watched.
@@ -37,14 +37,16 @@ class Recorder:
 
     def __init__(self, drafter: DSparkModel, engine: Engine):
         self._drafter, self._accept = drafter, engine.accept
-        self._slots: dict[int, list[Slots]] = {}  # by the identity of an answer's statistics, which outlive this entry
+        self._positions: dict[
+            int, list[Positions]
+        ] = {}  # by the identity of an answer's statistics, which outlive this entry
         engine.accept = self._watch  # type: ignore[method-assign,assignment]  # of this engine only
 
-    def take(self, statistics: RunStatistics) -> Slots:
+    def take(self, statistics: RunStatistics) -> Positions:
         """Inputs `[n, F]` in fp16 and outcomes `[n]` of an answer, once."""
         width = self._drafter.confidence_head.proj.in_features  # type: ignore[union-attr]  # who records has one
         none = torch.empty(0, width, dtype=torch.half), torch.empty(0, dtype=torch.bool)
-        inputs, outcomes = zip(none, *self._slots.pop(id(statistics), []), strict=True)
+        inputs, outcomes = zip(none, *self._positions.pop(id(statistics), []), strict=True)
         return torch.cat(inputs), torch.cat(outcomes)
 
     def _watch(self, active: list[Request], drafts: Round, *arguments: Any) -> list[Request]:
@@ -60,15 +62,15 @@ class Recorder:
                     new_tokens=statistics.new_tokens[-1],
                 )
                 reached = min(accepted + 1, verified)
-                slots = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
-                self._slots.setdefault(id(statistics), []).append(slots)
+                positions = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
+                self._positions.setdefault(id(statistics), []).append(positions)
         return finished
 
 
 def head_inputs(
     drafter: DSparkModel, hidden: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
 ) -> torch.Tensor:
-    """What the confidence head sees at each slot: `[R, K, D]`, `[R, K]`, `[R]` to `[R, K, D (+ r)]`."""
+    """What the confidence head sees at each position: `[R, K, D]`, `[R, K]`, `[R]` to `[R, K, D (+ r)]`."""
     if not drafter.config.confidence_head_with_markov:
         return hidden
     previous = torch.cat([anchors[:, None].to(tokens.device), tokens[:, :-1]], dim=1)
@@ -76,7 +78,7 @@ def head_inputs(
     return torch.cat([hidden, embedded.to(hidden.dtype)], dim=-1)
 
 
-def record_slots(
+def record_positions(
     path: Path,
     settings: dict[str, Any],
     prompts: Sequence[Prompt],
@@ -85,7 +87,7 @@ def record_slots(
     target: PreTrainedModel,
     batch_size: int,
     seed: int,
-) -> Slots:
+) -> Positions:
     """Record the prompts that are not in the file yet; inputs `[n, F]` and outcomes `[n]` of all, in their order.
 
     Args:
@@ -116,13 +118,15 @@ def record_slots(
             fields = {"prompt": index, "prompt_sha256": _digest(pending[index])}
             file.add(fields | {"outcomes": outcomes.int().tolist(), "inputs": content})
             bar.update()
-    slots = [_slots_of(file.records[prompt.index]) for prompt in prompts if file.records[prompt.index]["outcomes"]]
-    if not slots:
+    positions = [
+        _positions_of(file.records[prompt.index]) for prompt in prompts if file.records[prompt.index]["outcomes"]
+    ]
+    if not positions:
         raise ValueError(
             f"No block was verified in answers of {settings['max_new_tokens']} tokens; choose a larger `max_new_tokens`, and "
             "another `output`."
         )
-    return torch.cat([inputs for inputs, _ in slots]), torch.cat([outcomes for _, outcomes in slots])
+    return torch.cat([inputs for inputs, _ in positions]), torch.cat([outcomes for _, outcomes in positions])
 
 
 def _digest(prompt: Prompt) -> str:
@@ -139,10 +143,10 @@ def _check_prompts(file: RecordFile, path: Path, prompts: Sequence[Prompt]) -> N
             )
 
 
-def _slots_of(record: dict[str, Any]) -> Slots:
+def _positions_of(record: dict[str, Any]) -> Positions:
     outcomes = torch.tensor(record["outcomes"], dtype=torch.bool)
     inputs = torch.frombuffer(bytearray(base64.b64decode(record["inputs"])), dtype=torch.half)
     return inputs.reshape(len(outcomes), -1).float(), outcomes
 
 
-__all__ = ["Recorder", "head_inputs", "record_slots"]
+__all__ = ["Recorder", "head_inputs", "record_positions"]

@@ -2,7 +2,7 @@
 
 Takes measured numbers; measures nothing but the bins of the figure.
 
-Shapes: `n` rounds, `K` slots, `B` bins.
+Shapes: `n` rounds, `K` positions, `B` bins.
 """
 
 import json
@@ -39,8 +39,8 @@ def write_outputs(
         dataset (`str`): A name for the prompts.
     """
     bins = {
-        "before": slot_bins(held_out_rounds, [1.0] * held_out_rounds.num_slots),
-        "after": slot_bins(held_out_rounds, report.temperatures),
+        "before": position_bins(held_out_rounds, [1.0] * held_out_rounds.num_draft_positions),
+        "after": position_bins(held_out_rounds, report.temperatures),
     }
     whole = details | {
         "dataset": dataset,
@@ -48,8 +48,8 @@ def write_outputs(
         "held_out": _with_means(report),
         "fit": _with_means(fit),
         "reliability": {
-            name: [{key: value.tolist() for key, value in vars(each).items()} for each in slots]
-            for name, slots in bins.items()
+            name: [{key: value.tolist() for key, value in vars(each).items()} for each in positions]
+            for name, positions in bins.items()
         },
     }
     sglang = sglang_calibration(report, dataset=dataset, num_samples=details["num_rounds"]["fit"])
@@ -78,12 +78,12 @@ def sglang_calibration(report: CalibrationReport, *, dataset: str, num_samples: 
 
 
 def table(report: CalibrationReport) -> str:
-    """The report as text, one line a slot."""
-    lines = [f"{'slot':>4}{'rounds':>8}{'survived':>10}{'T':>8}{'ECE':>19}{'(floor)':>9}{'AUC':>18}{'Brier':>20}"]
-    for slot, (count, share) in enumerate(zip(report.counts, report.survived, strict=True)):
-        start = f"{slot:4d}{count:8d}{share:10.1%}{report.temperatures[slot]:8.3f}"
-        figures = [{name: values[slot] for name, values in vars(m).items()} for m in (report.before, report.after)]
-        lines.append(start + _before_after(figures, f"({report.ece_floor[slot]:.2%})"))
+    """The report as text, one line a position."""
+    lines = [f"{'position':>4}{'rounds':>8}{'survived':>10}{'T':>8}{'ECE':>19}{'(floor)':>9}{'AUC':>18}{'Brier':>20}"]
+    for position, (count, share) in enumerate(zip(report.counts, report.survived, strict=True)):
+        start = f"{position:4d}{count:8d}{share:10.1%}{report.temperatures[position]:8.3f}"
+        figures = [{name: values[position] for name, values in vars(m).items()} for m in (report.before, report.after)]
+        lines.append(start + _before_after(figures, f"({report.ece_floor[position]:.2%})"))
     lines.append(f"{'mean':30}" + _before_after([report.before.means(), report.after.means()], ""))
     return "\n".join(lines)
 
@@ -96,11 +96,11 @@ def _before_after(figures: list[dict[str, float]], floor: str) -> str:
     return f"{ece:>19}{floor:>9}{auc:>18}{brier:>20}"
 
 
-def slot_bins(rounds: Rounds, temperatures: Sequence[float]) -> list[ReliabilityBins]:
-    """Reliability bins of survival at each slot."""
+def position_bins(rounds: Rounds, temperatures: Sequence[float]) -> list[ReliabilityBins]:
+    """Reliability bins of survival at each position."""
     confidence = survival(rounds.logits, temperatures)
-    outcomes = [rounds.outcome(slot) for slot in range(rounds.num_slots)]
-    return [reliability_bins(confidence[seen, slot], kept) for slot, (seen, kept) in enumerate(outcomes)]
+    outcomes = [rounds.outcome(position) for position in range(rounds.num_draft_positions)]
+    return [reliability_bins(confidence[seen, position], kept) for position, (seen, kept) in enumerate(outcomes)]
 
 
 def plot_reliability(
@@ -110,7 +110,7 @@ def plot_reliability(
     before: Sequence[ReliabilityBins],
     after: Sequence[ReliabilityBins] | None,
 ) -> None:
-    """Draw observed against predicted survival, a panel for each slot, with one standard error.
+    """Draw observed against predicted survival, a panel for each position, with one standard error.
 
     Bins of fewer than 20 rounds are left out: they show chance. Without `after`, nothing was scaled.
     """
@@ -120,22 +120,22 @@ def plot_reliability(
     rows = -(-len(before) // columns)
     figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.5), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
-    for slot, panel in enumerate(panels[: len(before)]):
-        _draw_slot(panel, before[slot], None if after is None else after[slot])
-        scaled = "" if after is None else f" to {report.after.ece[slot]:.1%}"
-        panel.set_title(f"slot {slot}: ECE {report.before.ece[slot]:.1%}{scaled}", fontsize=10)
+    for position, panel in enumerate(panels[: len(before)]):
+        _draw_position(panel, before[position], None if after is None else after[position])
+        scaled = "" if after is None else f" to {report.after.ece[position]:.1%}"
+        panel.set_title(f"position {position}: ECE {report.before.ece[position]:.1%}{scaled}", fontsize=10)
         panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        panel.tick_params(labelbottom=slot + columns >= len(before))
+        panel.tick_params(labelbottom=position + columns >= len(before))
     for panel in panels[len(before) :]:
         panel.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9, frameon=False)
-    figure.supxlabel("predicted survival of the prefix up to the slot", fontsize=10)
+    figure.supxlabel("predicted survival of the prefix up to the position", fontsize=10)
     figure.supylabel("observed", fontsize=10)
     figure.savefig(path, dpi=150)
 
 
-def _draw_slot(panel: Any, before: ReliabilityBins, after: ReliabilityBins | None) -> None:
+def _draw_position(panel: Any, before: ReliabilityBins, after: ReliabilityBins | None) -> None:
     counts, name = (before.counts, "before") if after is None else (after.counts, "after")
     shares = counts / counts.sum()
     centres = (torch.arange(len(shares)) + 0.5) / len(shares)
@@ -166,8 +166,8 @@ def without_nan(value: Any) -> Any:
 
 __all__ = [
     "plot_reliability",
+    "position_bins",
     "sglang_calibration",
-    "slot_bins",
     "table",
     "without_nan",
     "write_outputs",

@@ -18,8 +18,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 from modeling_dspark import DSparkModel, RunStatistics
 from modeling_dspark.engine_loop import Engine
 from modeling_dspark.schedule_policies import DraftSettings
-from training.confidence.scaling import Rounds
 from training.common.records import RecordFile
+from training.confidence.scaling import Rounds
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,18 @@ def record_to_file(
     return [file.records[prompt.index] for prompt in prompts]
 
 
-def pad_logits(rows: Iterable[Sequence[float]], num_slots: int) -> torch.Tensor:
-    """Rows of logits as one fp64 tensor `[n, num_slots]`; a block that was drafted shorter is filled up with zeros."""
-    padded = [list(row[:num_slots]) + [0.0] * (num_slots - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.float64).reshape(-1, num_slots)
+def pad_logits(rows: Iterable[Sequence[float]], num_draft_positions: int) -> torch.Tensor:
+    """Rows of logits as one fp64 tensor `[n, num_draft_positions]`; a block that was drafted shorter is filled up with zeros."""
+    padded = [list(row[:num_draft_positions]) + [0.0] * (num_draft_positions - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.float64).reshape(-1, num_draft_positions)
 
 
-def join(records: Sequence[dict[str, Any]], num_slots: int) -> Rounds:
+def join(records: Sequence[dict[str, Any]], num_draft_positions: int) -> Rounds:
     """All rounds of some records; a block that was drafted shorter is filled up behind what was verified."""
     columns = {
         name: [each for record in records for each in record[name]] for name in ("accepted", "verified", "logits")
     }
-    return Rounds.of(pad_logits(columns["logits"], num_slots), columns["accepted"], columns["verified"])
+    return Rounds.of(pad_logits(columns["logits"], num_draft_positions), columns["accepted"], columns["verified"])
 
 
 __all__ = ["Prompt", "join", "judged", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]

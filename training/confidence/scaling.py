@@ -1,11 +1,11 @@
 """Sequential temperature scaling (STS) of the confidence head: tensors in, numbers out.
 
-`c_k = sigmoid(z_k / T_k)` is the chance that slot `k` is kept given that the slots before it were, and the survival
-`a_k = c_0 * .. * c_k` is the chance that the whole prefix up to slot `k` is kept. STS chooses one temperature a slot such
-that survival means what it says. A slot's temperature is shared by all rounds, so the order of its confidences stays.
+`c_k = sigmoid(z_k / T_k)` is the chance that position `k` is kept given that the positions before it were, and the survival
+`a_k = c_0 * .. * c_k` is the chance that the whole prefix up to position `k` is kept. STS chooses one temperature a position such
+that survival means what it says. A position's temperature is shared by all rounds, so the order of its confidences stays.
 Nothing is read, written, decoded or drawn here; `training.confidence.rounds` records the data.
 
-Shapes: `n` rounds, `K` slots, `B` bins.
+Shapes: `n` rounds, `K` positions, `B` bins.
 """
 
 import math
@@ -28,7 +28,7 @@ class Rounds:
         logits (`torch.Tensor` of shape `(n, K)`): Logits of the confidence head, before any temperature; fp64.
         accepted (`torch.LongTensor` of shape `(n,)`): Leading drafts kept.
         verified (`torch.LongTensor` of shape `(n,)`):
-            Drafts verified. `K` but for a round cut short, of which slots from `verified` on are unknown and left out.
+            Drafts verified. `K` but for a round cut short, of which positions from `verified` on are unknown and left out.
     """
 
     logits: torch.Tensor
@@ -45,7 +45,7 @@ class Rounds:
         """Make and check rounds; without `verified`, all were verified at full length."""
         scores = torch.as_tensor(logits, dtype=torch.float64)
         if scores.dim() != 2 or scores.shape[1] == 0:
-            raise ValueError(f"`logits` must have shape (rounds, slots), got {tuple(scores.shape)}.")
+            raise ValueError(f"`logits` must have shape (rounds, positions), got {tuple(scores.shape)}.")
         kept = torch.as_tensor(accepted, dtype=torch.long)
         checked = torch.full_like(kept, scores.shape[1]) if verified is None else torch.as_tensor(verified).long()
         for name, value in (("accepted", kept), ("verified", checked)):
@@ -54,24 +54,26 @@ class Rounds:
         if not bool(torch.isfinite(scores).all()):
             raise ValueError("`logits` must be finite; a drafter that returns NaN or infinity cannot be calibrated.")
         if not bool(((kept >= 0) & (kept <= checked) & (checked <= scores.shape[1])).all()):
-            raise ValueError(f"Each round must satisfy 0 <= `accepted` <= `verified` <= {scores.shape[1]} (slots).")
+            raise ValueError(
+                f"Each round must satisfy 0 <= `accepted` <= `verified` <= {scores.shape[1]} (positions)."
+            )
         return cls(scores, kept, checked)
 
     @property
-    def num_slots(self) -> int:
+    def num_draft_positions(self) -> int:
         return self.logits.shape[1]
 
     def __len__(self) -> int:
         return self.logits.shape[0]
 
-    def outcome(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rounds verified `slot` (`[n]`, boolean), and of those, whether the prefix up to it was kept."""
-        seen = self.verified > slot
+    def outcome(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rounds verified `position` (`[n]`, boolean), and of those, whether the prefix up to it was kept."""
+        seen = self.verified > position
         if not bool(seen.any()):
             raise ValueError(
-                f"Slot {slot} was verified in none of {len(self)} rounds; record more prompts, or longer answers."
+                f"Position {position} was verified in none of {len(self)} rounds; record more prompts, or longer answers."
             )
-        return seen, self.accepted[seen] > slot
+        return seen, self.accepted[seen] > position
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,14 @@ class ReliabilityBins:
 
 @dataclass(frozen=True)
 class SurvivalMetrics:
-    """How well survival predicts what is kept; one entry a slot (AUC is NaN where all outcomes agree)."""
+    """How well survival predicts what is kept; one entry a position (AUC is NaN where all outcomes agree)."""
 
     ece: tuple[float, ...]
     auc: tuple[float, ...]
     brier: tuple[float, ...]
 
     def means(self) -> dict[str, float]:
-        """Mean of each figure over the slots."""
+        """Mean of each figure over the positions."""
         return {name: sum(values) / len(values) for name, values in vars(self).items()}
 
 
@@ -107,8 +109,8 @@ class CalibrationReport:
 
     Attributes:
         temperatures (`tuple[float, ...]`): What "after" is scaled with.
-        counts (`tuple[int, ...]`): Rounds in which the slot was verified.
-        survived (`tuple[float, ...]`): The share of those in which the prefix up to the slot was kept.
+        counts (`tuple[int, ...]`): Rounds in which the position was verified.
+        survived (`tuple[float, ...]`): The share of those in which the prefix up to the position was kept.
         ece_floor (`tuple[float, ...]`): The ECE to expect from this many rounds if "after" were exactly right.
         before, after (`SurvivalMetrics`): The figures.
     """
@@ -171,7 +173,7 @@ def brier(confidence: torch.Tensor, outcome: torch.Tensor) -> float:
 def fit_temperatures(
     rounds: Rounds, *, grid: Sequence[float] = TEMPERATURE_GRID, num_bins: int = NUM_BINS
 ) -> tuple[float, ...]:
-    """Choose `T_0 .. T_{K-1}` from left to right: each minimises the ECE of survival up to its slot, given those before.
+    """Choose `T_0 .. T_{K-1}` from left to right: each minimises the ECE of survival up to its position, given those before.
 
     Args:
         rounds (`Rounds`): Rounds verified at full length; a schedule that looks at confidence would censor them.
@@ -179,38 +181,42 @@ def fit_temperatures(
         num_bins (`int`, *optional*, defaults to 20): Bins of the ECE.
 
     Raises:
-        ValueError: if a slot was never verified, or `grid` is not a list of positive numbers.
+        ValueError: if a position was never verified, or `grid` is not a list of positive numbers.
     """
     if not grid or not all(0 < temperature < math.inf for temperature in grid):
         raise ValueError(f"`grid` must be a non-empty list of positive numbers, got {list(grid)[:10]}.")
     candidates = sorted(grid, key=lambda temperature: abs(math.log(temperature)))
     prefix = torch.ones(len(rounds), dtype=torch.float64)
     temperatures: list[float] = []
-    for slot in range(rounds.num_slots):
-        seen, kept = rounds.outcome(slot)
-        before, logits = prefix[seen], rounds.logits[seen, slot]
+    for position in range(rounds.num_draft_positions):
+        seen, kept = rounds.outcome(position)
+        before, logits = prefix[seen], rounds.logits[seen, position]
         errors = [
             expected_calibration_error(before * torch.sigmoid(logits / candidate), kept, num_bins)
             for candidate in candidates
         ]
         temperatures.append(candidates[errors.index(min(errors))])
-        prefix = prefix * torch.sigmoid(rounds.logits[:, slot] / temperatures[-1])
+        prefix = prefix * torch.sigmoid(rounds.logits[:, position] / temperatures[-1])
     return tuple(temperatures)
 
 
 def calibration_report(rounds: Rounds, temperatures: Sequence[float], num_bins: int = NUM_BINS) -> CalibrationReport:
     """Measure survival before and after scaling, on rounds that the temperatures were not fitted on."""
-    if len(temperatures) != rounds.num_slots or not all(0 < temperature < math.inf for temperature in temperatures):
-        raise ValueError(f"`temperatures` must be {rounds.num_slots} positive numbers, got {list(temperatures)}.")
-    slots = range(rounds.num_slots)
+    if len(temperatures) != rounds.num_draft_positions or not all(
+        0 < temperature < math.inf for temperature in temperatures
+    ):
+        raise ValueError(
+            f"`temperatures` must be {rounds.num_draft_positions} positive numbers, got {list(temperatures)}."
+        )
+    positions = range(rounds.num_draft_positions)
     after = survival(rounds.logits, temperatures)
-    outcomes = [rounds.outcome(slot) for slot in slots]
+    outcomes = [rounds.outcome(position) for position in positions]
     return CalibrationReport(
         temperatures=tuple(temperatures),
         counts=tuple(len(kept) for _, kept in outcomes),
         survived=tuple(float(kept.double().mean()) for _, kept in outcomes),
-        ece_floor=tuple(ece_floor(after[outcomes[slot][0], slot], num_bins) for slot in slots),
-        before=_metrics(survival(rounds.logits, [1.0] * rounds.num_slots), outcomes, num_bins),
+        ece_floor=tuple(ece_floor(after[outcomes[position][0], position], num_bins) for position in positions),
+        before=_metrics(survival(rounds.logits, [1.0] * rounds.num_draft_positions), outcomes, num_bins),
         after=_metrics(after, outcomes, num_bins),
     )
 
@@ -218,7 +224,7 @@ def calibration_report(rounds: Rounds, temperatures: Sequence[float], num_bins: 
 def _metrics(
     confidence: torch.Tensor, outcomes: Sequence[tuple[torch.Tensor, torch.Tensor]], num_bins: int
 ) -> SurvivalMetrics:
-    pairs = [(confidence[seen, slot], kept) for slot, (seen, kept) in enumerate(outcomes)]
+    pairs = [(confidence[seen, position], kept) for position, (seen, kept) in enumerate(outcomes)]
     return SurvivalMetrics(
         ece=tuple(expected_calibration_error(values, kept, num_bins) for values, kept in pairs),
         auc=tuple(auc(values, kept) for values, kept in pairs),

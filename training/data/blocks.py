@@ -1,6 +1,6 @@
-"""Anchors, blocks and their mask: which slots are trained and what they may see. Integers only, no model.
+"""Anchors, blocks and their mask: which positions are trained and what they may see. Integers only, no model.
 
-A block starts at an anchor (position `a` in the response whose next token is also in the response). Slot `k` has label
+A block starts at an anchor (position `a` in the response whose next token is also in the response). Position `k` has label
 `x[a + 1 + k]`, previous token `x[a + k]`, position `a + k`; it sees context positions `< a` and its own block.
 
 A row may hold several conversations (`training.data.packing`). Positions count from the start of a conversation, and a block
@@ -25,9 +25,9 @@ class Blocks:
     Attributes:
         anchors (`torch.LongTensor` of shape `(B, N)`): Anchor positions; 0 where `keep` is false.
         keep (`torch.BoolTensor` of shape `(B, N)`): Whether the block is real.
-        previous (`torch.LongTensor` of shape `(B, N, K)`): Token before each slot's label.
-        labels (`torch.LongTensor` of shape `(B, N, K)`): Token each slot predicts (0 where not supervised).
-        supervised (`torch.BoolTensor` of shape `(B, N, K)`): A slot counts while all before it in its block count.
+        previous (`torch.LongTensor` of shape `(B, N, K)`): Token before each position's label.
+        labels (`torch.LongTensor` of shape `(B, N, K)`): Token each position predicts (0 where not supervised).
+        supervised (`torch.BoolTensor` of shape `(B, N, K)`): A position counts while all before it in its block count.
         starts (`torch.LongTensor` of shape `(B, T)`): Where the conversation of each token starts.
     """
 
@@ -45,7 +45,7 @@ class Blocks:
 
     @property
     def label_sources(self) -> torch.Tensor:
-        """Positions `a + k` whose target distribution predicts slot `k`: `[B, N, K]`, not clamped to the sequence."""
+        """Positions `a + k` whose target distribution predicts position `k`: `[B, N, K]`, not clamped to the sequence."""
         return self.positions(self.labels.shape[-1])
 
     def positions(self, num_positions: int) -> torch.Tensor:
@@ -84,8 +84,8 @@ def make_blocks(
     """
     starts = torch.zeros_like(input_ids) if starts is None else starts
     rows, length = input_ids.shape
-    slots = torch.arange(block_size, device=input_ids.device)
-    label_positions = anchors[..., None] + 1 + slots  # [B, N, K]
+    draft_positions = torch.arange(block_size, device=input_ids.device)
+    label_positions = anchors[..., None] + 1 + draft_positions  # [B, N, K]
     inside = label_positions < length
     safe = label_positions.clamp(max=length - 1).view(rows, -1)
     in_response = response_mask.gather(1, safe).view_as(label_positions)
@@ -106,8 +106,8 @@ def block_inputs(blocks: Blocks, input_ids: torch.Tensor, mask_token_id: int, nu
 def block_positions(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:
     """Positions `[B, T + N * P]` of the context followed by all blocks."""
     context = torch.arange(num_context, device=blocks.anchors.device) - blocks.starts
-    slots = blocks.positions(num_positions) - blocks.block_starts[..., None]
-    return torch.cat([context, slots.flatten(1)], dim=1)
+    draft_positions = blocks.positions(num_positions) - blocks.block_starts[..., None]
+    return torch.cat([context, draft_positions.flatten(1)], dim=1)
 
 
 def block_mask(blocks: Blocks, num_context: int, num_positions: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 The rounds are those of `training.confidence.rounds`: every block verified at full length. The metric modules in `training/metrics`
 are these functions. Nothing is read, written, decoded or timed here.
 
-Shapes: `n` rounds, `K` slots, `P` prompts.
+Shapes: `n` rounds, `K` positions, `P` prompts.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from modeling_dspark import RunStatistics
-from training.confidence.scaling import Rounds, calibration_report
 from training.confidence.outputs import without_nan
 from training.confidence.rounds import judged, pad_logits
+from training.confidence.scaling import Rounds, calibration_report
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ThresholdPoint:
     Attributes:
         threshold (`float`): Smallest calibrated confidence `c_k` that is verified.
         drafts_per_round (`float`): Drafts verified in a round, on average.
-        accepted_length (`float`): Tokens a round yields, bonus token counted.
+        acceptance_length (`float`): Tokens a round yields, bonus token counted.
         verify_rate (`float`, *optional*): Drafts accepted over drafts verified; `None` where nothing is verified.
     """
 
     threshold: float
     drafts_per_round: float
-    accepted_length: float
+    acceptance_length: float
     verify_rate: float | None
 
 
@@ -54,7 +54,11 @@ class Speed:
 
 
 def acceptance_figures(
-    *, verified: Sequence[int], accepted: Sequence[int], new_tokens: Sequence[int], num_slots: int | None = None
+    *,
+    verified: Sequence[int],
+    accepted: Sequence[int],
+    new_tokens: Sequence[int],
+    num_draft_positions: int | None = None,
 ) -> dict[str, Any]:
     """Accepted length, verify rate and conditional acceptance of rounds.
 
@@ -62,12 +66,12 @@ def acceptance_figures(
         verified (`Sequence[int]`): Drafts that the target verified in each round; 0 in a round without drafts.
         accepted (`Sequence[int]`): Leading drafts that it kept.
         new_tokens (`Sequence[int]`): Tokens of the round, bonus or replacement token included.
-        num_slots (`int`, *optional*): Slots of a block; by default the most that were verified in a round.
+        num_draft_positions (`int`, *optional*): Positions of a block; by default the most that were verified in a round.
 
     Returns:
-        `dict`: `rounds` and `new_tokens`, in all; `accepted_length`, tokens a round; `drafts_per_round`, verified;
-        `verify_rate`, accepted over verified drafts; `tried_by_position`, rounds in which the slot was verified and all
-        before it were accepted; `acceptance_by_position`, the share of those in which it was accepted. Drafts behind the
+        `dict`: `rounds` and `new_tokens`, in all; `acceptance_length`, tokens a round; `drafts_per_round`, verified;
+        `verify_rate`, accepted over verified drafts; `tried_by_position`, rounds in which the position was verified and all
+        before it were accepted; `acceptance_rate_by_position`, the share of those in which it was accepted. Drafts behind the
         end of a text count as not verified. A share of nothing is `None`.
 
     Raises:
@@ -84,27 +88,29 @@ def acceptance_figures(
                 f"Round {number} has `verified` {checked}, `accepted` {kept} and `new_tokens` {tokens}; a round has "
                 "0 <= accepted <= verified and 1 <= new_tokens <= accepted + 1."
             )
-    slots = max(max(verified), 1) if num_slots is None else num_slots
-    if slots < max(verified):
-        raise ValueError(f"`num_slots` is {num_slots}, but a round has {max(verified)} drafts verified.")
-    run = _run(slots, verified=verified, accepted=accepted, new_tokens=new_tokens)
+    positions = max(max(verified), 1) if num_draft_positions is None else num_draft_positions
+    if positions < max(verified):
+        raise ValueError(
+            f"`num_draft_positions` is {num_draft_positions}, but a round has {max(verified)} drafts verified."
+        )
+    run = _run(positions, verified=verified, accepted=accepted, new_tokens=new_tokens)
     tried = run.tried_by_position
-    shares = zip(run.acceptance_by_position, tried, strict=True)
+    shares = zip(run.acceptance_rate_by_position, tried, strict=True)
     return {
         "rounds": run.rounds,
         "new_tokens": sum(run.new_tokens),
-        "accepted_length": run.accepted_length,
-        "drafts_per_round": run.verification_budget,
+        "acceptance_length": run.acceptance_length,
+        "drafts_per_round": run.mean_verified_tokens,
         "verify_rate": _share(sum(run.accepted), sum(run.verified)),
         "tried_by_position": tried,
-        "acceptance_by_position": [share if count else None for share, count in shares],
+        "acceptance_rate_by_position": [share if count else None for share, count in shares],
     }
 
 
 def _run(
-    num_slots: int, *, verified: Sequence[int], accepted: Sequence[int], new_tokens: Sequence[int]
+    num_draft_positions: int, *, verified: Sequence[int], accepted: Sequence[int], new_tokens: Sequence[int]
 ) -> RunStatistics:
-    run = RunStatistics(num_slots)
+    run = RunStatistics(num_draft_positions)
     for checked, kept, tokens in zip(verified, accepted, new_tokens, strict=True):
         checked, kept = judged(verified=checked, accepted=kept, new_tokens=tokens)
         run.add_round(drafted=checked, verified=checked, accepted=kept, new_tokens=tokens)
@@ -118,22 +124,22 @@ def calibration_figures(
     verified: Sequence[int],
     temperatures: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """How well survival, the product of confidences up to a slot, predicts what is kept.
+    """How well survival, the product of confidences up to a position, predicts what is kept.
 
     Args:
-        logits (`Sequence[Sequence[float]]`): Confidence logits of each round, `K` at most; of its verified slots at least.
+        logits (`Sequence[Sequence[float]]`): Confidence logits of each round, `K` at most; of its verified positions at least.
         accepted (`Sequence[int]`): Leading drafts kept in each round.
         verified (`Sequence[int]`): Drafts verified in each round.
-        temperatures (`Sequence[float]`, *optional*): `T_k` of each slot; by default nothing is scaled.
+        temperatures (`Sequence[float]`, *optional*): `T_k` of each position; by default nothing is scaled.
 
     Returns:
-        `dict`: `temperatures`; and for each slot that was ever verified: `counts`, rounds in which it was; `survived`, the
+        `dict`: `temperatures`; and for each position that was ever verified: `counts`, rounds in which it was; `survived`, the
         share in which the prefix up to it was kept; `ece_floor`, the error that chance alone would show; `before` and
-        `after` scaling, each with `ece`, `auc` and `brier`. `means` has the means over slots. Without temperatures,
+        `after` scaling, each with `ece`, `auc` and `brier`. `means` has the means over positions. Without temperatures,
         `after` is `None`; so is an AUC where all outcomes agree.
 
     Raises:
-        ValueError: if no slot was verified, or lengths do not fit.
+        ValueError: if no position was verified, or lengths do not fit.
     """
     reached = max(verified, default=0)
     if reached == 0:
@@ -155,32 +161,32 @@ def threshold_sweep(
 ) -> list[ThresholdPoint]:
     """What confidence thresholds would have given in rounds that were verified at full length.
 
-    Each round is cut before its first slot with `c_k < threshold`; a round that loses accepted drafts yields the token
+    Each round is cut before its first position with `c_k < threshold`; a round that loses accepted drafts yields the token
     after the cut, as the target's own. Rounds begin where those of full length began; in a run with the threshold, others
     follow a cut.
 
     Args:
         rounds (`Rounds`): All rounds, those without drafts (`verified` 0) included.
         new_tokens (`Sequence[int]`): Tokens of each.
-        temperatures (`Sequence[float]`, *optional*): `T_k` of each slot.
+        temperatures (`Sequence[float]`, *optional*): `T_k` of each position.
         thresholds (`Sequence[float]`): In [0, 1].
     """
-    slots = torch.arange(rounds.num_slots)
-    scale = torch.ones(rounds.num_slots) if temperatures is None else torch.tensor(temperatures)
+    positions = torch.arange(rounds.num_draft_positions)
+    scale = torch.ones(rounds.num_draft_positions) if temperatures is None else torch.tensor(temperatures)
     confidence = torch.sigmoid(rounds.logits / scale)
     tokens = torch.tensor(new_tokens)
     points = []
     for threshold in thresholds:
-        passed = (confidence >= threshold) & (slots < rounds.verified[:, None])
+        passed = (confidence >= threshold) & (positions < rounds.verified[:, None])
         verified = passed.long().cumprod(dim=1).sum(dim=1)
         loses = verified < rounds.accepted
         figures = acceptance_figures(
             verified=verified.tolist(),
             accepted=torch.where(loses, verified, rounds.accepted).tolist(),
             new_tokens=torch.where(loses, verified + 1, tokens).tolist(),
-            num_slots=rounds.num_slots,
+            num_draft_positions=rounds.num_draft_positions,
         )
-        named = {name: figures[name] for name in ("drafts_per_round", "accepted_length", "verify_rate")}
+        named = {name: figures[name] for name in ("drafts_per_round", "acceptance_length", "verify_rate")}
         points.append(ThresholdPoint(threshold, **named))
     return points
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from training.common.tables import compact_table
+from training.confidence.outputs import plot_reliability, position_bins
 from training.confidence.scaling import Rounds, calibration_report
-from training.confidence.outputs import plot_reliability, slot_bins
 from training.evaluation.report import POOLED, EvalReport, SetReport
 from training.regenerate import write_atomically
-from training.common.tables import compact_table
 
 
 def write_report(folder: Path, report: EvalReport, rounds: Rounds | None) -> None:
@@ -69,44 +69,46 @@ def _acceptance_table(report: EvalReport) -> str:
     for name, part in _parts(report).items():
         figures = part.acceptance
         counts = [f"{count:,}" for count in (part.prompts, part.skipped, figures["rounds"])]
-        shares = [f"{figures['accepted_length']:.3f}", f"{figures['drafts_per_round']:.2f}"]
+        shares = [f"{figures['acceptance_length']:.3f}", f"{figures['drafts_per_round']:.2f}"]
         rows.append([name, *counts, *shares, _number(figures["verify_rate"], ".1%")])
     return "## Acceptance\n\n" + compact_table(header, rows)
 
 
 def _position_table(report: EvalReport) -> str:
-    header = ["set", *(f"slot {slot}" for slot in range(report.drafter["block_size"]))]
+    header = ["set", *(f"position {position}" for position in range(report.drafter["block_size"]))]
     rows = [
-        [name, *(_number(share, ".1%") for share in part.acceptance["acceptance_by_position"])]
+        [name, *(_number(share, ".1%") for share in part.acceptance["acceptance_rate_by_position"])]
         for name, part in _parts(report).items()
     ]
     return "## Conditional acceptance\n\n" + compact_table(header, rows)
 
 
 def calibration_table(report: EvalReport) -> str:
-    """Calibration by slot and on average as a Markdown section."""
-    header = ["set", "slot", "rounds", "survived", "T", "ECE", "floor", "AUC", "Brier"]
+    """Calibration by position and on average as a Markdown section."""
+    header = ["set", "position", "rounds", "survived", "T", "ECE", "floor", "AUC", "Brier"]
     rows = []
     for name, part in _parts(report).items():
         figures = part.calibration
         if figures is None:
             continue
-        for slot, count in enumerate(figures["counts"] if part is report.pooled or len(report.sets) == 1 else []):
-            metrics = _before_after(figures["before"], figures["after"], slot)
-            temperature = _number(figures["temperatures"] and figures["temperatures"][slot], ".3f")
-            survived, floor = f"{figures['survived'][slot]:.1%}", f"{figures['ece_floor'][slot]:.2%}"
-            rows.append([name, str(slot), f"{count:,}", survived, temperature, metrics[0], floor, *metrics[1:]])
+        for position, count in enumerate(figures["counts"] if part is report.pooled or len(report.sets) == 1 else []):
+            metrics = _before_after(figures["before"], figures["after"], position)
+            temperature = _number(figures["temperatures"] and figures["temperatures"][position], ".3f")
+            survived, floor = f"{figures['survived'][position]:.1%}", f"{figures['ece_floor'][position]:.2%}"
+            rows.append([name, str(position), f"{count:,}", survived, temperature, metrics[0], floor, *metrics[1:]])
         metrics = _before_after(figures["means"]["before"], figures["means"]["after"], None)
         floor = f"{sum(figures['ece_floor']) / len(figures['ece_floor']):.2%}"
         rows.append([name, "mean", "", "", "", metrics[0], floor, *metrics[1:]])
     return "## Calibration of survival, before and after scaling\n\n" + compact_table(header, rows)
 
 
-def _before_after(before: dict[str, Any], after: dict[str, Any] | None, slot: int | None) -> list[str]:
-    """ECE, AUC and Brier; of a slot, or (`None`) of means."""
+def _before_after(before: dict[str, Any], after: dict[str, Any] | None, position: int | None) -> list[str]:
+    """ECE, AUC and Brier; of a position, or (`None`) of means."""
     cells = []
     for name, form in (("ece", ".2%"), ("auc", ".3f"), ("brier", ".4f")):
-        values = [figures[name] if slot is None else figures[name][slot] for figures in (before, after) if figures]
+        values = [
+            figures[name] if position is None else figures[name][position] for figures in (before, after) if figures
+        ]
         cells.append(" -> ".join(format(value, form) if value is not None else "none" for value in values))
     return cells
 
@@ -118,7 +120,7 @@ def threshold_table(report: EvalReport) -> str:
         [
             f"{point.threshold:g}",
             f"{point.drafts_per_round:.2f}",
-            f"{point.accepted_length:.3f}",
+            f"{point.acceptance_length:.3f}",
             _number(point.verify_rate, ".1%"),
         ]
         for point in report.pooled.thresholds or ()
@@ -139,16 +141,18 @@ def _speed_table(report: EvalReport) -> str:
 
 
 def plot_acceptance(path: Path, report: EvalReport) -> None:
-    """Draw conditional acceptance by slot, a line for each set and one for all, which has one standard error."""
+    """Draw conditional acceptance by position, a line for each set and one for all, which has one standard error."""
     figure, (axes,) = _figure(1)
     for name, part in _parts(report).items():
-        figures = zip(part.acceptance["acceptance_by_position"], part.acceptance["tried_by_position"], strict=True)
-        known = [(slot, share, count) for slot, (share, count) in enumerate(figures) if count]
-        slots, shares, counts = zip(*known, strict=True) if known else ((), (), ())
+        figures = zip(
+            part.acceptance["acceptance_rate_by_position"], part.acceptance["tried_by_position"], strict=True
+        )
+        known = [(position, share, count) for position, (share, count) in enumerate(figures) if count]
+        positions, shares, counts = zip(*known, strict=True) if known else ((), (), ())
         errors = [math.sqrt(share * (1 - share) / count) for share, count in zip(shares, counts, strict=True)]
         is_main = name == POOLED or len(report.sets) == 1  # the bars of many sets would hide each other
-        axes.errorbar(slots, shares, yerr=errors if is_main else None, capsize=3, **_style(name))
-    axes.set(xlabel="slot", ylabel="accepted, given that all slots before were", ylim=(0, 1.02))
+        axes.errorbar(positions, shares, yerr=errors if is_main else None, capsize=3, **_style(name))
+    axes.set(xlabel="position", ylabel="accepted, given that all positions before were", ylim=(0, 1.02))
     axes.set_xticks(range(report.drafter["block_size"]))
     _save(figure, axes, path)
 
@@ -156,7 +160,7 @@ def plot_acceptance(path: Path, report: EvalReport) -> None:
 def plot_thresholds(path: Path, report: EvalReport) -> None:
     """Draw accepted length and verify rate by confidence threshold, a line for each set and one for all."""
     figure, panels = _figure(2)
-    labels = {"accepted_length": "accepted length", "verify_rate": "accepted of the verified drafts"}
+    labels = {"acceptance_length": "accepted length", "verify_rate": "accepted of the verified drafts"}
     for panel, (field, label) in zip(panels, labels.items(), strict=True):
         for name, part in _parts(report).items():
             points = [point for point in part.thresholds or () if getattr(point, field) is not None]
@@ -169,13 +173,13 @@ def plot_thresholds(path: Path, report: EvalReport) -> None:
 
 
 def plot_reliability_of(path: Path, rounds: Rounds, temperatures: Sequence[float] | None) -> None:
-    """Draw observed against predicted survival, a panel for each slot that was ever verified."""
+    """Draw observed against predicted survival, a panel for each position that was ever verified."""
     reached = int(rounds.verified.max())
     rounds = Rounds.of(rounds.logits[:, :reached], rounds.accepted, rounds.verified)
     unscaled = [1.0] * reached
     report = calibration_report(rounds, unscaled if temperatures is None else temperatures)
-    after = None if temperatures is None else slot_bins(rounds, temperatures)
-    plot_reliability(path, report, before=slot_bins(rounds, unscaled), after=after)
+    after = None if temperatures is None else position_bins(rounds, temperatures)
+    plot_reliability(path, report, before=position_bins(rounds, unscaled), after=after)
 
 
 def _figure(num_panels: int) -> tuple[Any, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from training.evaluation.figures import Speed, ThresholdPoint, speed_figures, threshold_sweep
 from training.confidence.rounds import join
+from training.evaluation.figures import Speed, ThresholdPoint, speed_figures, threshold_sweep
 
 
 FORMAT = 1
@@ -82,7 +82,7 @@ class EvalReport:
 def set_report(
     records: Sequence[dict[str, Any]],
     *,
-    num_slots: int,
+    num_draft_positions: int,
     temperatures: Sequence[float] | None,
     thresholds: Sequence[float] | None,
     speeds: Sequence[dict[str, Any]],
@@ -92,7 +92,7 @@ def set_report(
 
     Args:
         records (`Sequence[dict]`): Rounds of the prompts of a set.
-        num_slots (`int`): `block_size` of the drafter.
+        num_draft_positions (`int`): `block_size` of the drafter.
         temperatures (`Sequence[float]`, *optional*): The drafter's `confidence_temperatures`.
         thresholds (`Sequence[float]`, *optional*): Of the sweep; `None` for a drafter without a confidence head.
         speeds (`Sequence[dict]`): Timings of the prompts of the set, if there are any.
@@ -116,7 +116,7 @@ def set_report(
         )
     counts = {"predictions": columns["verified"], "references": columns["accepted"]}
     acceptance = SpeculativeAcceptance(keep_in_memory=True).compute(
-        **counts, new_tokens=columns["new_tokens"], num_slots=num_slots
+        **counts, new_tokens=columns["new_tokens"], num_draft_positions=num_draft_positions
     )
     calibration = sweep = None
     if thresholds is not None and any(columns["verified"]):
@@ -126,7 +126,7 @@ def set_report(
             verified=columns["verified"],
             temperatures=temperatures,
         )
-        rounds = join(records, num_slots)
+        rounds = join(records, num_draft_positions)
         sweep = threshold_sweep(rounds, columns["new_tokens"], temperatures=temperatures, thresholds=thresholds)
     speed = speed_figures(speeds) if speeds else None
     return SetReport(len(records), skipped, acceptance, calibration, None if sweep is None else tuple(sweep), speed)

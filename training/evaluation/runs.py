@@ -14,11 +14,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from modeling_dspark import DSparkModel, RunStatistics
-from training.evaluation.report import POOLED
 from training.common.records import RecordFile
-from training.regenerate import prompt_ids, read_jsonl
 from training.confidence.rounds import Prompt, make_engine, record, rounds_of
+from training.evaluation.report import POOLED
 from training.evaluation.timing import ASSISTED, PLAIN, measure, warm_up
+from training.regenerate import prompt_ids, read_jsonl
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The distributions that the loss compares, made for a few slots at a time from what is small: hidden states.
+"""The distributions that the loss compares, made for a few positions at a time from what is small: hidden states.
 
 Nothing here is of size `[n, V]`; `training.objective.losses` asks for chunks and drops them.
 
-Shapes: `n` supervised slots, `m` slots of a chunk, `P` positions of the batch, `D` hidden size, `V` vocabulary, `Vd` draft
+Shapes: `n` supervised positions, `m` positions of a chunk, `P` positions of the batch, `D` hidden size, `V` vocabulary, `Vd` draft
 vocabulary, `r` Markov rank.
 """
 
@@ -16,12 +16,12 @@ from modeling_dspark.target_binding import TargetBinding
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The frozen target's distribution at each slot.
+    """The frozen target's distribution at each position.
 
     Attributes:
         binding ([`TargetBinding`]): The target's LM head.
         last_hidden (`torch.Tensor` of shape `(P, D)`): After the final norm.
-        positions (`torch.LongTensor` of shape `(n,)`): The position that each slot is predicted from.
+        positions (`torch.LongTensor` of shape `(n,)`): The position that each position is predicted from.
         logsumexp (`torch.Tensor` of shape `(P,)`, *optional*):
             Of the logits over the whole vocabulary. With it, a reduced draft vocabulary takes only its own rows of the LM
             head; `None` computes it.
@@ -36,15 +36,15 @@ class TargetDistribution:
     def probabilities(self, part: slice) -> torch.Tensor:
         """`p` `[m, Vd]` in fp32; rows sum to less than 1 where the draft vocabulary is reduced."""
         # A position serves several blocks, which are neighbours: its logits are computed once for a chunk.
-        positions, slots = self.positions[part].unique(return_inverse=True)
+        positions, draft_positions = self.positions[part].unique(return_inverse=True)
         hidden, ids = self.last_hidden[positions], self.binding.draft_token_ids
         if self.logsumexp is not None:
             logits = self.binding.draft_logits(hidden).float()
-            return (logits - self.logsumexp[positions, None]).exp_()[slots]
+            return (logits - self.logsumexp[positions, None]).exp_()[draft_positions]
         logits = self.binding.target_logits(hidden).float()
         if ids is None:
-            return logits.softmax(dim=-1)[slots]
-        return (logits[:, ids] - logits.logsumexp(dim=-1, keepdim=True)).exp_()[slots]
+            return logits.softmax(dim=-1)[draft_positions]
+        return (logits[:, ids] - logits.logsumexp(dim=-1, keepdim=True)).exp_()[draft_positions]
 
 
 def draft_logits(

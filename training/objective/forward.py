@@ -2,7 +2,7 @@
 
 The same `forward` and the same head steps as in decoding; only what is packed differs.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `D` hidden size, `r` Markov rank.
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` positions, `n` supervised positions, `D` hidden size, `r` Markov rank.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.draft_propose import state_before_slots
+from modeling_dspark.draft_propose import state_before_positions
 from modeling_dspark.target_binding import TargetBinding
 from training.data.blocks import Blocks, block_inputs, block_mask, block_positions, flex_block_mask
 
 
 @dataclass(frozen=True)
 class BlockOutputs:
-    """Backbone and head states of the supervised slots, in order: hidden `[n, D]`, latent `[n, r]`, confidence `[n]`."""
+    """Backbone and head states of the supervised positions, in order: hidden `[n, D]`, latent `[n, r]`, confidence `[n]`."""
 
     hidden: torch.Tensor
     latent: torch.Tensor | None
@@ -64,9 +64,9 @@ def forward_blocks(
     head = drafter.markov_head
     if head is not None:
         embedded = head.embed(blocks.previous).to(hidden.dtype)
-        latents, state = [], state_before_slots(drafter, block[:, :, 0], blocks.previous[:, :, 0])
-        for slot in range(hidden.shape[2]):
-            step, state = head.step(embedded[:, :, slot], hidden[:, :, slot], state)
+        latents, state = [], state_before_positions(drafter, block[:, :, 0], blocks.previous[:, :, 0])
+        for position in range(hidden.shape[2]):
+            step, state = head.step(embedded[:, :, position], hidden[:, :, position], state)
             latents.append(step)
         latent = torch.stack(latents, dim=2)[blocks.supervised]
         previous = embedded[blocks.supervised]

@@ -1,13 +1,13 @@
-"""The three losses of DSpark, and a fourth that leads them: pure functions over supervised slots.
+"""The three losses of DSpark, and a fourth that leads them: pure functions over supervised positions.
 
-`L = ce * CE + soft * SoftCE + l1 * L1 + confidence * BCE`, each `sum(w * term) / sum(w)` with slot weights
+`L = ce * CE + soft * SoftCE + l1 * L1 + confidence * BCE`, each `sum(w * term) / sum(w)` with position weights
 `w_k = exp(-(k - 1) / decay)`, `k = 1..K`. `L1 = sum_v |q - p|` over the whole vocabulary, the BCE target is
 `1 - L1 / 2`, detached. `SoftCE = -sum_v p log q` gives gradient where total variation has almost none, early in training.
 
-Loss and gradient are computed in one pass over chunks of slots. The gradient goes through the LM head at once, chunk by
+Loss and gradient are computed in one pass over chunks of positions. The gradient goes through the LM head at once, chunk by
 chunk, so that nothing of size `[n, Vd]` ever exists, of the drafter or of the target.
 
-Shapes: `n` supervised slots, `m` slots of a chunk, `D` hidden size, `r` Markov rank, `Vd` draft vocabulary (all of `V`
+Shapes: `n` supervised positions, `m` positions of a chunk, `D` hidden size, `r` Markov rank, `Vd` draft vocabulary (all of `V`
 without a reduced one).
 """
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the loss terms, and the decay over slots (`None`: all slots weigh the same)."""
+    """Weights of the loss terms, and the decay over positions (`None`: all positions weigh the same)."""
 
     ce: float = 0.1
     soft: float = 0.0
@@ -38,8 +38,8 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class SlotTerms:
-    """Terms of each supervised slot, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
+class PositionTerms:
+    """Terms of each supervised position, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
 
     `soft` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
     """
@@ -71,16 +71,16 @@ class _Work:
             yield slice(start, min(start + self.chunk_size, count))
 
 
-def slot_weights(block_size: int, decay: float | None, device: torch.device | None = None) -> torch.Tensor:
+def position_weights(block_size: int, decay: float | None, device: torch.device | None = None) -> torch.Tensor:
     """`w_k = exp(-(k - 1) / decay)` `[K]`."""
-    slots = torch.arange(block_size, device=device, dtype=torch.float32)
-    return torch.ones_like(slots) if decay is None else torch.exp(-slots / decay)
+    positions = torch.arange(block_size, device=device, dtype=torch.float32)
+    return torch.ones_like(positions) if decay is None else torch.exp(-positions / decay)
 
 
 def _chunk_terms(
     logits: torch.Tensor, p: torch.Tensor, work: _Work, part: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Terms `[4, m]` of one chunk in the order of `SlotTerms`, and the gradient `[m, Vd]` of its weighted sum.
+    """Terms `[4, m]` of one chunk in the order of `PositionTerms`, and the gradient `[m, Vd]` of its weighted sum.
 
     d CE / dz = q - onehot;  d SoftCE / dz = q * sum(p) - p;  d L1 / dz = q * (s - <q, s>), s = sign(q - p).
     `labels` is -1 for tokens outside the draft vocabulary.
@@ -115,7 +115,7 @@ def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _run_chunks(work: _Work, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Terms `[4, n]` of all slots, and the gradient of their weighted sum for each of `inputs`.
+    """Terms `[4, n]` of all positions, and the gradient of their weighted sum for each of `inputs`.
 
     `inputs` are hidden states and latents, which go by rows, and then parameters, whose gradients add up in fp32.
     """
@@ -176,7 +176,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, *scaled
 
 
-def weighted_slot_loss(
+def weighted_position_loss(
     hidden: torch.Tensor,
     latent: torch.Tensor | None,
     *,
@@ -187,29 +187,29 @@ def weighted_slot_loss(
     loss_weights: LossWeights,
     parameters: Sequence[torch.Tensor] = (),
     chunk_size: int = 256,
-) -> tuple[torch.Tensor, SlotTerms]:
-    """`sum(w * (ce * CE + soft * SoftCE + l1 * L1))` over all slots, not yet divided by `sum(w)`.
+) -> tuple[torch.Tensor, PositionTerms]:
+    """`sum(w * (ce * CE + soft * SoftCE + l1 * L1))` over all positions, not yet divided by `sum(w)`.
 
     Args:
         hidden (`torch.Tensor` of shape `(n, D)`): Backbone outputs.
         latent (`torch.Tensor` of shape `(n, r)`, *optional*): Latents of the sequential head.
         draft_logits_of (callable): Draft logits `[m, Vd]` of `m` rows of `hidden` and `latent`: any operations that
             autograd knows, row by row.
-        target_of (callable): The target's probabilities `p` `[m, Vd]` at a slice of the slots, in fp32.
+        target_of (callable): The target's probabilities `p` `[m, Vd]` at a slice of the positions, in fp32.
         labels (`torch.LongTensor` of shape `(n,)`): Label in the draft vocabulary, -1 if it is not in it.
-        weights (`torch.Tensor` of shape `(n,)`): Slot weights.
+        weights (`torch.Tensor` of shape `(n,)`): Position weights.
         loss_weights ([`LossWeights`]): Weights of the terms.
         parameters (`Sequence[torch.Tensor]`, *optional*): What `draft_logits_of` reads and training changes (`W2`); one
             that is left out gets no gradient from here.
-        chunk_size (`int`, *optional*, defaults to `256`): Slots computed at once.
+        chunk_size (`int`, *optional*, defaults to `256`): Positions computed at once.
 
     Returns:
-        `tuple`: the sum, and the detached [`SlotTerms`] of all slots.
+        `tuple`: the sum, and the detached [`PositionTerms`] of all positions.
     """
     with_gradient = torch.is_grad_enabled()  # inside an autograd function it never is
     work = _Work(draft_logits_of, target_of, labels, weights, loss_weights, chunk_size, with_gradient)
     total, terms = _ChunkedLoss.apply(work, hidden, latent, *parameters)
-    return total, SlotTerms(*terms)
+    return total, PositionTerms(*terms)
 
 
 def confidence_loss(logits: torch.Tensor, l1: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -224,4 +224,11 @@ def linear_between(start: float, end: float, fraction: float) -> float:
     return start + (end - start) * min(max(fraction, 0.0), 1.0)
 
 
-__all__ = ["LossWeights", "SlotTerms", "confidence_loss", "linear_between", "slot_weights", "weighted_slot_loss"]
+__all__ = [
+    "LossWeights",
+    "PositionTerms",
+    "confidence_loss",
+    "linear_between",
+    "position_weights",
+    "weighted_position_loss",
+]

@@ -21,7 +21,7 @@ class DSparkTrainingArguments(TrainingArguments):
     l1_weight: float = field(default=0.9, metadata={"help": "Weight of the total-variation term."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     loss_decay: float | None = field(
-        default=4.0, metadata={"help": "Decay of the slot weights exp(-(k - 1) / decay)."}
+        default=4.0, metadata={"help": "Decay of the position weights exp(-(k - 1) / decay)."}
     )
     l1_warmup_fraction: float = field(
         default=0.0,

@@ -16,16 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
+from training.common.targets import resolve_target
+from training.data.features import bytes_a_token
 from training.run.adapters import add_lora
 from training.run.arguments import DSparkTrainingArguments
-from training.data.features import bytes_a_token
-from training.common.targets import resolve_target
 
 
 logger = logging.get_logger(__name__)
 
 _SHARDS = 8  # GPUs of the second column
-_LOSS_CHUNK = 256  # slots, as in training.objective.losses
+_LOSS_CHUNK = 256  # positions, as in training.objective.losses
 _FP32 = 4
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.baselines.autoregressive import EagleDrafter
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS, GEMMA4_TRAITS
-from benchmarks.baselines.autoregressive import EagleDrafter
 from training.common.targets import chat_template_hash
 
 

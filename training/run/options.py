@@ -13,9 +13,9 @@ import yaml
 from transformers import HfArgumentParser
 
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
-from training.run.arguments import DSparkTrainingArguments
 from training.common.commands import HelpFormatter
 from training.common.targets import EMBEDDED_TARGET
+from training.run.arguments import DSparkTrainingArguments
 
 
 _ARCHITECTURES = ("dspark", "eagle")
@@ -42,7 +42,7 @@ class DrafterArguments:
     block_size: int = field(default=7, metadata={"help": "Draft positions of a block."})
     sample_from_anchor: bool = field(
         default=True,
-        metadata={"help": "Whether slot 0 is the anchor; false: DFlash's older layout, one position more."},
+        metadata={"help": "Whether position 0 is the anchor; false: DFlash's older layout, one position more."},
     )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped target layers."})
     num_taps: int = field(default=5, metadata={"help": "Tapped layers, spread evenly, if no ids are given."})

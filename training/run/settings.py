@@ -17,10 +17,10 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
-from training.run.arguments import DSparkTrainingArguments
+from training.common.files import write_atomically
 from training.data.conversations import Conversation
 from training.data.features import fingerprint
-from training.common.files import write_atomically
+from training.run.arguments import DSparkTrainingArguments
 from training.run.options import DataArguments, DrafterArguments
 
 

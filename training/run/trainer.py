@@ -1,6 +1,6 @@
 """A Hugging Face `Trainer` for drafters: the loss over packed blocks, normalised globally, and its metrics.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks, `K` slots, `n` supervised slots, `Vd` draft vocabulary.
+Shapes: `B` sequences, `T` tokens, `N` blocks, `K` positions, `n` supervised positions, `Vd` draft vocabulary.
 """
 
 import functools
@@ -15,13 +15,19 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from modeling_dspark import DSparkModel
-from training.run.arguments import DSparkTrainingArguments
 from training.data.batches import EpochSampler, collate
 from training.data.blocks import Blocks, make_blocks
-from training.objective.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.data.features import TargetFeatures, compute_features
+from training.objective.distributions import TargetDistribution, bias_parameters, draft_logits
 from training.objective.forward import BlockOutputs, forward_blocks
-from training.objective.losses import LossWeights, SlotTerms, confidence_loss, slot_weights, weighted_slot_loss
+from training.objective.losses import (
+    LossWeights,
+    PositionTerms,
+    confidence_loss,
+    position_weights,
+    weighted_position_loss,
+)
+from training.run.arguments import DSparkTrainingArguments
 from training.run.settings import note_settings
 
 
@@ -78,8 +84,10 @@ class DSparkTrainer(Trainer):
             wrapped=model,
         )
         loss_weights = self.args.loss_weights(self.state.global_step / max(self.state.max_steps, 1))
-        weights = self._slot_weights(blocks)[blocks.supervised]
-        total, terms = self._slot_loss(drafter, blocks, outputs, target, weights=weights, loss_weights=loss_weights)
+        weights = self._position_weights(blocks)[blocks.supervised]
+        total, terms = self._position_loss(
+            drafter, blocks, outputs, target, weights=weights, loss_weights=loss_weights
+        )
         if outputs.confidence_logits is not None:
             bce = confidence_loss(outputs.confidence_logits, terms.l1, weights)
             total = total + loss_weights.confidence * bce
@@ -93,8 +101,8 @@ class DSparkTrainer(Trainer):
     def _collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         return collate(items, packed_length=self.args.packed_length if self.args.packing else None)
 
-    def _slot_weights(self, blocks: Blocks) -> torch.Tensor:
-        weights = slot_weights(blocks.labels.shape[-1], self.args.loss_decay, device=blocks.labels.device)
+    def _position_weights(self, blocks: Blocks) -> torch.Tensor:
+        weights = position_weights(blocks.labels.shape[-1], self.args.loss_decay, device=blocks.labels.device)
         return weights.expand_as(blocks.labels)
 
     def _target_features(self, inputs: dict[str, Any], drafter: DSparkModel) -> TargetFeatures:
@@ -108,7 +116,7 @@ class DSparkTrainer(Trainer):
             starts=inputs.get("starts"),
         )
 
-    def _slot_loss(
+    def _position_loss(
         self,
         drafter: DSparkModel,
         blocks: Blocks,
@@ -117,7 +125,7 @@ class DSparkTrainer(Trainer):
         *,
         weights: torch.Tensor,
         loss_weights: LossWeights,
-    ) -> tuple[torch.Tensor, SlotTerms]:
+    ) -> tuple[torch.Tensor, PositionTerms]:
         rows = torch.arange(blocks.anchors.shape[0], device=weights.device)[:, None, None]
         flat = rows * target.last_hidden.shape[1] + blocks.label_sources
         distribution = TargetDistribution(
@@ -126,7 +134,7 @@ class DSparkTrainer(Trainer):
             positions=flat[blocks.supervised],
             logsumexp=None if target.logsumexp is None else target.logsumexp.flatten(),
         )
-        return weighted_slot_loss(
+        return weighted_position_loss(
             outputs.hidden,
             outputs.latent,
             draft_logits_of=functools.partial(draft_logits, drafter, self.binding),
@@ -142,7 +150,7 @@ class DSparkTrainer(Trainer):
         self,
         training: bool,
         blocks: Blocks,
-        terms: SlotTerms,
+        terms: PositionTerms,
         confidence_logits: torch.Tensor | None,
         total: torch.Tensor,
         weights: torch.Tensor,
@@ -154,7 +162,7 @@ class DSparkTrainer(Trainer):
         agree = torch.zeros_like(accept)
         agree[supervised] = terms.agreement
         sums = {
-            "slots": supervised.sum(dim=(0, 1)).float(),
+            "positions": supervised.sum(dim=(0, 1)).float(),
             "accept": accept.sum(dim=(0, 1)),
             "agree": agree.sum(dim=(0, 1)),
             "blocks": supervised[..., 0].sum().float(),
@@ -179,17 +187,19 @@ class DSparkTrainer(Trainer):
         flat = self.accelerator.reduce(flat, reduction="sum").cpu()
         sizes = [sums[name].numel() for name in names]
         values = dict(zip(names, flat.split(sizes), strict=True))
-        blocks, slots = values["blocks"].clamp(min=1), values["slots"].clamp(min=1)
+        blocks, positions = values["blocks"].clamp(min=1), values["positions"].clamp(min=1)
         metrics = {
             "tau": float(values["tau"] / blocks),
             "tau_greedy": float(values["tau_greedy"] / blocks),
-            "slot_loss": float(values["loss"] / values["weight"].clamp(min=1e-6)),
+            "position_loss": float(values["loss"] / values["weight"].clamp(min=1e-6)),
         }
-        for slot, (accept, agree) in enumerate(zip(values["accept"] / slots, values["agree"] / slots, strict=True)):
-            metrics[f"acceptance/{slot}"] = float(accept)
-            metrics[f"agreement/{slot}"] = float(agree)
+        for position, (accept, agree) in enumerate(
+            zip(values["accept"] / positions, values["agree"] / positions, strict=True)
+        ):
+            metrics[f"acceptance/{position}"] = float(accept)
+            metrics[f"agreement/{position}"] = float(agree)
         if "confidence_error" in values:
-            metrics["confidence_error"] = float(values["confidence_error"] / slots.sum())
+            metrics["confidence_error"] = float(values["confidence_error"] / positions.sum())
         return {name: round(value, 6) for name, value in metrics.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -252,7 +262,7 @@ class DSparkTrainer(Trainer):
         return EpochSampler(dataset, group_size, seed)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """Sum of slot weights over all accumulation steps and ranks."""
+        """Sum of position weights over all accumulation steps and ranks."""
         total = torch.zeros((), device=device)
         for inputs in batch_samples:
             blocks = make_blocks(
@@ -263,7 +273,7 @@ class DSparkTrainer(Trainer):
                 block_size=self.accelerator.unwrap_model(self.model).config.block_size,
                 starts=inputs.get("starts"),
             )
-            total += self._slot_weights(blocks)[blocks.supervised].sum().to(device)
+            total += self._position_weights(blocks)[blocks.supervised].sum().to(device)
         return self.accelerator.reduce(total, reduction="sum").clamp(min=1e-6)
 
 

@@ -12,20 +12,20 @@ from training.evaluation.figures import calibration_figures
 
 
 _DESCRIPTION = (
-    "How well the survival that a drafter's confidence promises (the product of confidences up to a slot) predicts "
+    "How well the survival that a drafter's confidence promises (the product of confidences up to a position) predicts "
     "which prefixes of its blocks are kept: expected calibration error, area under the ROC curve, Brier score."
 )
 
 _INPUTS = """
 Args:
-    predictions (`list[list[float]]`): Confidence logits of each round, one for each slot from slot 0 on.
+    predictions (`list[list[float]]`): Confidence logits of each round, one for each position from position 0 on.
     references (`list[int]`): Leading drafts that were kept in each round.
     verified (`list[int]`): Drafts that were verified in each round, at full length whatever their confidence.
-    temperatures (`list[float]`, *optional*): `T_k` of each slot, for figures after scaling.
+    temperatures (`list[float]`, *optional*): `T_k` of each position, for figures after scaling.
 
 Returns:
-    `dict`: `temperatures`; a value for each slot in `counts`, `survived`, `ece_floor`, and in `ece`, `auc` and `brier` of
-    `before` and `after` (`None` without temperatures); their `means` over slots.
+    `dict`: `temperatures`; a value for each position in `counts`, `survived`, `ece_floor`, and in `ece`, `auc` and `brier` of
+    `before` and `after` (`None` without temperatures); their `means` over positions.
 
 Example:
 

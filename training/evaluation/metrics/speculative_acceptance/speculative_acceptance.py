@@ -18,11 +18,11 @@ Args:
     predictions (`list[int]`): Drafts that the target verified in each round; 0 in a round without drafts.
     references (`list[int]`): Leading drafts that it kept.
     new_tokens (`list[int]`): Tokens of each round, bonus or replacement token included.
-    num_slots (`int`, *optional*): Slots of a block; by default the most that were verified in a round.
+    num_draft_positions (`int`, *optional*): Positions of a block; by default the most that were verified in a round.
 
 Returns:
-    `dict`: `rounds`, `new_tokens`, `accepted_length` (tokens a round), `drafts_per_round`, `verify_rate` (kept over
-    verified), `tried_by_position` and `acceptance_by_position` (of the rounds in which the slot was verified and all
+    `dict`: `rounds`, `new_tokens`, `acceptance_length` (tokens a round), `drafts_per_round`, `verify_rate` (kept over
+    verified), `tried_by_position` and `acceptance_rate_by_position` (of the rounds in which the position was verified and all
     before it were kept, the share in which it was kept; `None` where there are none).
 
 Example:
@@ -30,7 +30,7 @@ Example:
     >>> import evaluate
     >>> acceptance = evaluate.load("training/metrics/speculative_acceptance")
     >>> figures = acceptance.compute(predictions=[3, 3], references=[3, 1], new_tokens=[4, 2])
-    >>> figures["accepted_length"], figures["acceptance_by_position"]
+    >>> figures["acceptance_length"], figures["acceptance_rate_by_position"]
     (3.0, [1.0, 0.5, 1.0])
 """
 
@@ -48,8 +48,12 @@ class SpeculativeAcceptance(evaluate.Metric):
         )
 
     def _compute(
-        self, predictions: list[int], references: list[int], new_tokens: list[int], num_slots: int | None = None
+        self,
+        predictions: list[int],
+        references: list[int],
+        new_tokens: list[int],
+        num_draft_positions: int | None = None,
     ) -> dict[str, Any]:
         return acceptance_figures(
-            verified=predictions, accepted=references, new_tokens=new_tokens, num_slots=num_slots
+            verified=predictions, accepted=references, new_tokens=new_tokens, num_draft_positions=num_draft_positions
         )
