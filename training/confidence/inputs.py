@@ -38,7 +38,9 @@ class Recorder(EngineObserver):
     def __init__(self, drafter: DSparkModel):
         self._drafter = drafter
         self._block: DraftBlock | None = None  # of this round
-        self._positions: dict[int, list[Positions]] = {}  # by the identity of an answer's statistics, which outlive this entry
+        self._positions: dict[
+            int, list[Positions]
+        ] = {}  # by the identity of an answer's statistics, which outlive this entry
 
     def take(self, statistics: RunStatistics) -> Positions:
         """Inputs `[n, F]` in fp16 and outcomes `[n]` of an answer, once."""
