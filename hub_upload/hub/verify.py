@@ -24,7 +24,7 @@ from hub_upload.hub.deviation import FEWEST, FEWEST_TRIALS, LEVEL, compare
 from hub_upload.hub.subject import Subject, find_subject
 from modeling_dspark import DSparkModel
 from training.common.targets import load_tokenizer, resolve_target
-from training.confidence.rounds import judged
+from training.confidence.rounds import without_tail as judged
 from training.evaluation.runs import PromptSet, plan_sets, read_sets
 
 

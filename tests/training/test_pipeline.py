@@ -277,7 +277,7 @@ class TestTrain:
                 eval_strategy="steps",
                 eval_steps=30,
                 draft_vocab_size=40,
-                soft_weight=0.5,
+                kd_weight=0.5,
             )
         )
         log = [json.loads(line) for line in (workspace / "run" / "log.jsonl").read_text().splitlines()]
