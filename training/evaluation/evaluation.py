@@ -2,7 +2,6 @@
 
 import importlib.util
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def evaluate(arguments: EvaluateArguments) -> EvalReport:
     output.mkdir(parents=True, exist_ok=True)
     records = evaluation.rounds()
     write_records(output / "rounds.jsonl", evaluation.settings, by_line(records))
-    facts = environment(arguments.dtype, arguments.device) | {"evaluate": version("evaluate")}
+    facts = environment(arguments.dtype, arguments.device)
     moment = {name: facts.pop(name) for name in ("date", "load_average_1min")}
     speeds: Records = {}
     conditions = None
