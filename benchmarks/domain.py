@@ -24,8 +24,8 @@ from benchmarks.lib.work import check_work
 from benchmarks.study import evaluation_sets, measure, num_answers
 from modeling_dspark import DSparkModel
 from training.common.commands import HelpFormatter
+from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target
-from training.regenerate import read_jsonl, write_atomically
 from training.run.resuming import last_whole_checkpoint
 
 

@@ -21,7 +21,7 @@ from benchmarks.lib.measure import first_difference, left_padded, timed_call
 from benchmarks.lib.pair import Pair, add_pair_options, describe_drafter, load_pair, positive_int
 from benchmarks.lib.report import write_json
 from training.common.commands import HelpFormatter
-from training.regenerate import read_jsonl
+from training.common.files import read_jsonl
 
 
 HERE = Path(__file__).parent

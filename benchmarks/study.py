@@ -33,13 +33,16 @@ from benchmarks.lib.study_report import COMPARED, OURS, plot_study, study_tables
 from benchmarks.lib.work import check_work
 from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from modeling_dspark import RunStatistics
+from training.answers.arguments import RegenerateArguments
+from training.answers.regeneration import regenerate
 from training.common.commands import HelpFormatter
+from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
 from training.data.conversations import Conversation
+from training.data.prompts import prompt_ids
 from training.evaluation.runs import read_sets
-from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
+from training.run.architectures import ARCHITECTURES
 from training.run.resuming import last_whole_checkpoint
-from training.train import ARCHITECTURES
 
 
 HERE = Path(__file__).parent

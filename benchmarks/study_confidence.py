@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from training.calibrate import CalibrateArguments, calibrate
-from training.evaluate import EvaluateArguments, evaluate
+from training.common.files import read_jsonl, write_atomically
+from training.confidence.calibration import CalibrateArguments, calibrate
+from training.evaluation.evaluation import EvaluateArguments, evaluate
 from training.evaluation.report import EvalReport
-from training.regenerate import read_jsonl, write_atomically
 
 
 PLOTS = ("thresholds.png", "reliability.png")

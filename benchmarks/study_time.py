@@ -37,7 +37,7 @@ from modeling_dspark.draft_propose import propose
 from modeling_dspark.model_cache import DSparkCache
 from training.common.commands import HelpFormatter
 from training.common.targets import EMBEDDED_TARGET, load_target
-from training.train import ARCHITECTURES
+from training.run.architectures import ARCHITECTURES
 
 
 HERE = Path(__file__).parent

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.lib.measure import ASSISTED, PLAIN
+from training.common.files import read_jsonl
 from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
-from training.regenerate import prompt_ids, read_jsonl
+from training.data.prompts import prompt_ids
 
 
 DEFAULT_DRAFTER = "build/dspark-smollm2-135m-instruct"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.measure import Difference
+from training.common.files import write_atomically
 from training.common.tables import by_position, markdown_table, speed_tables, threads
-from training.regenerate import write_atomically
 
 
 def verdict(difference: Difference | None, num_tokens: int, dtype: str) -> str:
