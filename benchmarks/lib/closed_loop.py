@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.lib.packed import code_of, eos_token_ids
-from benchmarks.lib.pair import Pair
+from benchmarks.lib.pair import Pair, code_of, eos_token_ids
 
 
 PLAIN = "plain"

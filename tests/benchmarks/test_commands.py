@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import demo, latency
-from benchmarks.breakdown import measure_breakdown
+from benchmarks.lib.breakdown import measure_breakdown
 from benchmarks.lib.measure import ASSISTED, PLAIN
 from hub_upload.package.package import package
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import head, head_rounds
-from benchmarks.lib.packed import code_of
+from benchmarks.lib.pair import code_of
 from modeling_dspark.fused_backends import backend_for
 from tests.builders import tiny_drafter, tiny_target
 
@@ -49,8 +49,10 @@ def test_the_command_writes_every_case(tmp_path, monkeypatch, capsys):
         "3",
         "--dtype",
         "bfloat16",
+        "--repeats",
+        "1",
     ]
-    assert head.main([*options, "--repeats", "1", "--output", str(output)]) == 0
+    assert head.main([*options, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     cases = {(result["vocabulary"], result["rows"], result["temperature"]) for result in report["results"]}
     assert cases == {(v, rows, t) for v in (64, 80) for rows in (1, 3) for t in (0.0, 1.0)}
@@ -111,7 +113,7 @@ def test_rounds_without_a_fused_head_are_no_measurement(pair, prompts_file, tmp_
 
 
 def test_pairs_are_neighbours_with_all_rows():
-    a, b = head_rounds.SLOTS, head_rounds.FUSED
+    a, b = head_rounds.STEPWISE, head_rounds.FUSED
     taken = [
         (a, 2, 8.0, 0.5),
         (b, 2, 4.0, 0.25),

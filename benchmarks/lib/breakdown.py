@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.lib.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
-from benchmarks.lib.packed import code_of
-from benchmarks.lib.pair import Pair
+from benchmarks.lib.pair import Pair, code_of
 
 
 Durations = dict[str, list[float]]

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.lib.closed_loop import Slice, Workload, counts_of
 from benchmarks.lib.measure import left_padded
-from benchmarks.lib.packed import eos_token_ids
-from benchmarks.lib.pair import Pair
+from benchmarks.lib.pair import Pair, eos_token_ids
 
 
 TRANSFORMERS, TRANSFORMERS_LOOP = "transformers", "transformers_loop"
