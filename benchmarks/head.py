@@ -12,12 +12,12 @@ operations are timed as they are queued, as a drafter runs them.
 
 import argparse
 import itertools
-import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,33 +119,33 @@ Way = Callable[[], Any]
 
 def ways(drafter: Any, *, rows: int, positions: int, temperature: float, compiled: bool) -> dict[str, Way]:
     """The implementations that take turns."""
-    drafting, fused, reference = (code_of(drafter, name) for name in ("draft_propose", "fused_head", "fused_torch"))
+    names = ("draft_binding", "draft_tokens", "fused_head", "fused_torch")
+    bindings, drafting, fused, reference = (code_of(drafter, name) for name in names)
     weight = drafter.markov_head.markov_w2.weight
     place = {"dtype": weight.dtype, "device": weight.device}
     base_logits = torch.randn(rows, positions, len(weight), **place)
     hidden = torch.randn(rows, positions, drafter.config.hidden_size, **place)
     anchors = torch.randint(len(weight), (rows,), device=weight.device)
-    heads = fused.fusable_heads(drafter, base_logits)
-    if heads is None:
-        chosen = os.environ.get("DSPARK_FUSED_HEAD", "auto")
-        raise ValueError(
-            f"There is no fused head for {weight.dtype} on {weight.device} with DSPARK_FUSED_HEAD={chosen}; a warning above "
-            "may say why."
-        )
+    choice = bindings.head_choice(None)
+    if reason := fused.why_not_fused(drafter, weight.dtype, choice=choice):
+        raise ValueError(f"The head cannot be fused for {weight.dtype} on {weight.device}: {reason}.")
+    heads = fused.head_weights(drafter)
     call = {"temperature": temperature, "seed": 1, "keep_logits": bool(temperature)}
     inputs = reference.HeadInputs(base_logits, hidden, anchors, **heads, **call)
 
-    def draw(logits: torch.Tensor, _: Any) -> torch.Tensor:
-        return logits.float() / temperature
+    block = drafting.DraftBlock(anchors, hidden, base_logits, None)
+    unfused = SimpleNamespace(drafter=drafter, heads=None)  # a binding without a target, which the heads do not need
+    sampling = drafting.DraftSampling(
+        do_sample=bool(temperature),
+        processor=(lambda _, logits: logits / temperature) if temperature else None,
+        is_vocabulary_invariant=True,
+    )
 
     def torch_way() -> Any:
-        return drafting._position_by_position(
-            drafter, hidden, base_logits, anchors, draw if temperature else None,
-            state=None, do_sample=bool(temperature), generator=None,
-        )  # fmt: skip
+        return drafting.choose_tokens(unfused, block, sampling)
 
     def fused_way() -> Any:
-        return fused.fused_block(heads, base_logits, hidden, anchors, **call)
+        return fused.fused_block(heads, base_logits, hidden, anchors, **call, backend=choice)
 
     memory = weight.detach().view(torch.float32) if weight.shape[1] % 2 == 0 else weight.detach()
     candidates: dict[str, Way] = {
@@ -159,15 +159,15 @@ def ways(drafter: Any, *, rows: int, positions: int, temperature: float, compile
     if weight.device.type == "cuda":
         candidates["stepwise"] = _captured(fused_way)
     else:
-        candidates["kernel"] = _kernel(drafter, inputs)
+        candidates["kernel"] = _kernel(drafter, inputs, choice)
     return candidates
 
 
-def _kernel(drafter: Any, inputs: Any) -> Way:
+def _kernel(drafter: Any, inputs: Any, choice: str) -> Way:
     """The C++ call alone."""
     backends = code_of(drafter, "fused_backends")
     packed, outputs, alive = backends.pack(inputs, with_logits=inputs.keep_logits)
-    backend = backends.backend_for(inputs.hidden.device)
+    backend = backends.backend_for(inputs.hidden.device, choice=choice)
     return lambda: (backend.launch(packed), outputs, alive)  # the tensors live as long as their addresses are used
 
 

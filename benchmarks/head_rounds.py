@@ -3,26 +3,26 @@
     python -m benchmarks.head_rounds --threads 2
     python -m benchmarks.head_rounds --rows 1 --temperature 0 --pairs 100
 
-The heads change from round to round of a call, in the order A B B A, and two neighbors are a pair: they do the same work
-a few milliseconds apart, so that a disturbance of the machine affects both. Every round verifies whole blocks. A round
-lasts from the start of its draft to the start of the next draft, so it includes verification.
+Two engines, one with fused heads, decode the same prompts, and their rounds take turns in the order A B B A. Round `i` of
+both is a pair: they do the same work a few milliseconds apart, so that a disturbance of the machine affects both. Every
+round verifies whole blocks. `DSPARK_FUSED_HEAD` chooses the backend of the fused heads, as it does for a user.
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
+from benchmarks.lib.breakdown import HEADS, StageTimer
+from benchmarks.lib.closed_loop import settings_of
 from benchmarks.lib.intervals import drawn, edges
 from benchmarks.lib.machine import conditions
-from benchmarks.lib.measure import left_padded
 from benchmarks.lib.options import (
     CommandParser,
     add_model_options,
@@ -37,11 +37,10 @@ from benchmarks.lib.report import markdown_table, write_json
 from training.common.commands import exit_status
 
 
-VARIABLE = "DSPARK_FUSED_HEAD"
 STEPWISE, FUSED = "position by position", "fused"
 DEFINITIONS = {
-    "pairs": "pairs of neighboring rounds, one of each way, with all rows in both",
-    "ms_a_round": "median milliseconds per round, from the start of its draft to the start of the next one, by way",
+    "pairs": "pairs of rounds, one of each way, with all rows in both",
+    "ms_a_round": "median milliseconds per round (a step of the engine), by way",
     "heads_ms": "median milliseconds per round in its sequential and confidence heads, by way",
     "ratio": "median over pairs of (position by position / fused) of the round; above 1 the fused head is faster",
     "interval": "95 % bootstrap of that median over pairs",
@@ -63,103 +62,62 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Rounds:
-    """Rounds of calls, whose heads take turns.
+class HeadTimer(StageTimer):
+    """Seconds of the heads, with rounds timed from outside."""
 
-    Attributes:
-        taken (`list[tuple[str, int, float, float]]`): Way, rows, and seconds of each round and of its heads.
-    """
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[str, int, float, float]] = []
-        self._way, self._rows, self._begun, self._heads, self._number = "", 0, 0.0, 0.0, 0
-        chosen = os.environ.get(VARIABLE, "auto")
-        self._values = {STEPWISE: "torch", FUSED: "auto" if chosen == "torch" else chosen}
-
-    @contextmanager
-    def of_call(self, drafting: Any) -> Iterator[None]:
-        """Watch a call; `drafting` is the drafter's module `draft_propose`."""
-        names = ("draft_block", "fused_block", "_position_by_position")
-        originals, environment_before = {name: getattr(drafting, name) for name in names}, os.environ.get(VARIABLE)
-        drafting.draft_block = self._starting(drafting.draft_block)
-        drafting.fused_block = self._timing(FUSED, drafting.fused_block)
-        drafting._position_by_position = self._timing(STEPWISE, drafting._position_by_position)
-        self._way = ""  # the time since the previous call is no round
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(drafting, name, original)
-            os.environ.pop(VARIABLE, None)
-            if environment_before is not None:
-                os.environ[VARIABLE] = environment_before
-
-    def _starting(self, draft_block: Callable) -> Callable:
-        def starting(*arguments: Any, **named: Any) -> Any:
-            now = perf_counter()
-            if self._way:
-                self.taken.append((self._way, self._rows, now - self._begun, self._heads))
-            self._way = (STEPWISE, FUSED, FUSED, STEPWISE)[self._number % 4]
-            self._rows, self._begun, self._heads = len(named["anchor_tokens"]), now, 0.0
-            self._number += 1
-            os.environ[VARIABLE] = self._values[self._way]
-            return draft_block(*arguments, **named)
-
-        return starting
-
-    def _timing(self, way: str, heads: Callable) -> Callable:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            if way != self._way:
-                raise ValueError(f"The heads ran {way}, not {self._way}; a warning above may say why.")
-            begun = perf_counter()
-            drafts = heads(*arguments, **named)
-            self._heads += perf_counter() - begun
-            return drafts
-
-        return timed
+    def heads_of_last_round(self) -> float:
+        """Heads and schedule; in a fixed schedule the latter takes no time."""
+        return self.durations[HEADS][-1]
 
 
-def pairs_of(taken: Sequence[tuple[str, int, float, float]], rows: int) -> list[dict[str, tuple[float, float]]]:
-    """Neighbors of different ways with all rows in both: seconds of a round and of its heads, by way."""
-    pairs, waiting = [], None
-    for entry in taken:
-        if entry[1] != rows:
-            waiting = None
-        elif waiting is None or waiting[0] == entry[0]:
-            waiting = entry
-        else:
-            pairs.append({way: (seconds, heads) for way, _, seconds, heads in (waiting, entry)})
-            waiting = None
-    return pairs
-
-
-def generate(pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int) -> None:
-    """One call. Texts do not end early."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    pair.target.generate(
-        **left_padded(pair.target, prompts),
-        assistant_model=pair.drafter,
-        num_assistant_tokens_schedule="fixed",
-        max_new_tokens=max_new_tokens,
-        eos_token_id=None,
-        **sampling,
+def make_engine(pair: Pair, temperature: float, *, fused_head: str | None, timer: HeadTimer) -> Any:
+    """An engine that drafts and verifies whole blocks. Texts end at their length limit alone."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature else [])
+    return code_of(pair.drafter, "engine_loop").Engine(
+        pair.drafter,
+        pair.target,
+        settings=settings_of(pair, f"fixed{pair.drafter.config.block_size}"),
+        do_sample=bool(temperature),
+        logits_processor=processors,
+        fused_head=fused_head,
+        observer=timer,
     )
+
+
+def paired_rounds(
+    pair: Pair, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int
+) -> list[dict[str, tuple[float, float]]]:
+    """Pairs of rounds over these prompts, as long as all of them are being decoded: seconds of a round and of its heads."""
+    timers = {STEPWISE: HeadTimer(), FUSED: HeadTimer()}
+    choices = {STEPWISE: "torch", FUSED: None}
+    engines = {way: make_engine(pair, temperature, fused_head=choices[way], timer=timers[way]) for way in timers}
+    for engine in engines.values():
+        for prompt in prompts:
+            engine.add_request(torch.tensor(list(prompt)), max_new_tokens=max_new_tokens)
+        engine.step()  # the prefills
+    pairs: list[dict[str, tuple[float, float]]] = []
+    while all(len(engine.requests) == len(prompts) for engine in engines.values()):
+        order = (STEPWISE, FUSED) if len(pairs) % 2 == 0 else (FUSED, STEPWISE)
+        times = {}
+        for way in order:
+            begun = perf_counter()
+            engines[way].step()
+            times[way] = (perf_counter() - begun, timers[way].heads_of_last_round())
+        pairs.append(times)
+    return pairs
 
 
 def measure(pair: Pair, prompts: list[list[int]], rows: int, temperature: float, options: argparse.Namespace) -> Any:
     """One case of the table."""
-    drafting, batches = code_of(pair.drafter, "draft_propose"), cycle(prompts)
+    batches = cycle(prompts)
     torch.manual_seed(0)
-    generate(pair, prompts[:1], temperature, options.max_new_tokens)  # warms up, and probes the target
+    paired_rounds(pair, prompts[:1], temperature, options.max_new_tokens)  # warms up, and probes the target
     pairs: list[dict[str, tuple[float, float]]] = []
     with tqdm(total=options.pairs, desc=f"R={rows}, temperature {temperature:g}", leave=False) as bar:
         while len(pairs) < options.pairs:
-            rounds = Rounds()
-            with rounds.of_call(drafting):
-                generate(pair, list(islice(batches, rows)), temperature, options.max_new_tokens)
-            new = pairs_of(rounds.taken, rows)
+            new = paired_rounds(pair, list(islice(batches, rows)), temperature, options.max_new_tokens)
             if not new:
-                raise ValueError(f"`--max-new-tokens {options.max_new_tokens}` gives no two whole rounds; take more.")
+                raise ValueError(f"`--max-new-tokens {options.max_new_tokens}` gives no whole round; pass more.")
             pairs += new
             bar.update(len(new))
     seconds = {way: torch.tensor([times[way] for times in pairs], dtype=torch.float64) for way in (STEPWISE, FUSED)}
@@ -181,6 +139,11 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
     machine = start(options)
     pair = load_pair(options.target, options.drafter, options.dtype)
+    drafter: Any = pair.drafter
+    if reason := drafter.bind(pair.target).reason:
+        raise ValueError(
+            f"The heads of `--drafter {options.drafter}` are not fused, so there is nothing to compare: {reason}."
+        )
     prompts = load_prompt_ids(pair, options.prompts)
     cases = [(rows, temperature) for rows in options.rows for temperature in options.temperature]
     results = [measure(pair, prompts, *case, options) for case in tqdm(cases, desc="Cases")]

@@ -12,13 +12,11 @@ run in PyTorch, so that no drafter has a kernel that another lacks.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,14 @@ from benchmarks.lib.machine import conditions
 from benchmarks.lib.options import CommandParser, add_output_option, add_run_options, positive_int, start
 from benchmarks.lib.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
+from modeling_dspark.compat_transformers import cache_keyword
 from modeling_dspark.draft_propose import propose
-from modeling_dspark.model_cache import DSparkCache, cache_keyword
+from modeling_dspark.model_cache import DSparkCache
 from training.common.commands import exit_status
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.train import ARCHITECTURES
 
 
-VARIABLE = "DSPARK_FUSED_HEAD"
 DRAFTERS = ("dspark", "dspark-depth-5", "dspark-rnn", "dflash", "eagle", "mtp-1")
 NEW_TOKENS = 2  # of the context that are new to the drafter in a round
 DEFINITIONS = {
@@ -103,7 +101,7 @@ def verification(target: PreTrainedModel, context: int) -> Callable[[int], objec
 
 def drafting(drafter: DSparkModel, target: PreTrainedModel, context: int) -> Callable[[int], object]:
     """A function that drafts `n` tokens after a context, two tokens of which are new."""
-    binding, layers = drafter.bind(target), drafter.config.target_layer_ids
+    binding, layers = drafter.bind(target, fused_head="torch"), drafter.config.target_layer_ids
     generator = torch.Generator().manual_seed(0)
     size = len(layers or ()) * drafter.config.hidden_size
     features = torch.randn(1, context, size, generator=generator).to(drafter.dtype)
@@ -116,7 +114,6 @@ def drafting(drafter: DSparkModel, target: PreTrainedModel, context: int) -> Cal
             drafter.draft(binding, cache, tokens[:, -new:], features[:, -new:], num_tokens)
         else:
             propose(
-                drafter,
                 binding,
                 features[:, -new:],
                 anchor_tokens=tokens[:, -1],
@@ -149,18 +146,6 @@ def measure(
     medians = {turn: statistics.median(values) for turn, values in seconds.items()}
     by_name = {name: {n: value for (owner, n), value in medians.items() if owner == name} for name in ("", *drafters)}
     return by_name.pop(""), by_name
-
-
-@contextmanager
-def heads_in_pytorch() -> Iterator[None]:
-    """While this lasts, no head is fused."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "torch"
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        os.environ.update({} if before is None else {VARIABLE: before})
 
 
 def judged(acceptance: Sequence[float | None], draft: dict[int, float], verify: dict[int, float]) -> dict[str, Any]:
@@ -211,8 +196,7 @@ def run(options: argparse.Namespace) -> None:
     facts = machine.environment("bfloat16")
     target = load_target(options.target, "bfloat16")
     drafters = {name: load(first, name) for name in options.drafters}
-    with heads_in_pytorch():
-        verify, draft = measure(target, drafters, context=options.context, repeats=options.repeats)
+    verify, draft = measure(target, drafters, context=options.context, repeats=options.repeats)
     content = {
         "environment": facts,
         "target": options.target,
