@@ -32,8 +32,9 @@ from benchmarks.lib.packed import exit_status
 from benchmarks.lib.pair import positive_int
 from benchmarks.lib.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
+from modeling_dspark.compat_transformers import cache_keyword
 from modeling_dspark.draft_propose import propose
-from modeling_dspark.model_cache import DSparkCache, cache_keyword
+from modeling_dspark.model_cache import DSparkCache
 from training.common.commands import HelpFormatter
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.train import ARCHITECTURES

@@ -1,15 +1,17 @@
 """DSpark drafters for Transformers: `target.generate(**inputs, assistant_model=drafter)`.
 
-The files of this package are the data path; CONTRIBUTING.md lists them in order. The same files are the remote code of a
-Hub repository.
+The files of this package are the data path; docs/data-path.md is the map. The same files are the remote code of a Hub
+repository.
 """
 
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
 from .draft_propose import Proposal
+from .draft_tokens import DraftSampling
 from .engine_counts import RunStatistics
 from .engine_loop import Engine
+from .engine_observer import EngineObserver
 from .formats import foreign_arguments
 from .generate_dispatch import install_dispatcher, remove_dispatcher
 from .modeling_dspark import DSparkModel, DSparkOutput, DSparkPreTrainedModel
@@ -29,7 +31,9 @@ __all__ = [
     "DSparkModel",
     "DSparkOutput",
     "DSparkPreTrainedModel",
+    "DraftSampling",
     "Engine",
+    "EngineObserver",
     "Proposal",
     "RoundView",
     "RunStatistics",

@@ -1,25 +1,33 @@
-"""The packed loop: any number of requests, one target forward a round, no padding.
+"""The packed loop: any number of requests, one target forward per round, no padding.
 
 A round drafts a block for every request that is to draft, schedules how much of each block is verified, runs the target
 over `[anchor, drafts]` of all requests at once, and keeps what the target confirms. Requests join and leave between
 rounds. Greedy and sampling, one request and many, drafting and plain steps are the same path.
 
-Shapes: `R` rows, `N = sum(1 + l_r)` packed tokens, `Q` most tokens of a row, `V` vocabulary.
+Shapes: `R` rows, `N = sum(1 + l_r)` packed tokens, `Q` maximum tokens of a row, `V` vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .draft_binding import DraftBinding
+from .draft_tokens import DraftSampling
 from .engine_counts import RunStatistics
-from .engine_drafts import BlockDrafter, Round
-from .engine_processors import RowProcessors, StopConditions
+from .engine_drafts import BlockDrafter
+from .engine_observer import EngineObserver
+from .engine_processors import RowProcessors
+from .engine_prompts import Piece, check_prompt, prompt_pieces
 from .engine_request import Request
-from .engine_tokens import Scores, TokenSelector
+from .engine_round import ScheduledDrafts
+from .engine_rows import RowTable
+from .engine_stopping import StopConditions
+from .engine_tokens import TextWriter, TokenSelector
+from .model_protocol import Drafter
 from .schedule_costs import CostProfile
-from .schedule_policies import DraftSettings, resolve_settings
+from .schedule_settings import DraftSettings, resolve_settings
 from .target_packed import PackedOutput, PackedTarget, why_not_packable
 from .target_packing import PackedPlan
 
@@ -42,10 +50,12 @@ class Engine:
         batch_size (`int`, *optional*, defaults to `1`):
             Rows of the batch that a user's own processors and criteria expect; requests take them in turn.
         max_length (`int`, *optional*): Longest text, prompt included: texts end there. Bounds the memory of the caches.
-        prefill_chunk_size (`int`, *optional*): Most prompt tokens of a request in one forward.
+        prefill_chunk_size (`int`, *optional*): Maximum prompt tokens of a request in one forward.
         generator (`torch.Generator`, *optional*): Source of randomness.
         keep_scores, keep_logits (`bool`, *optional*): Keep processed or raw logits of every new token.
         record_confidence (`bool`, *optional*): Keep the confidence logits in the statistics.
+        fused_head (`str`, *optional*): What the drafter's heads run on; see [`DraftBinding`].
+        observer ([`EngineObserver`], *optional*): Told of each stage of each round.
 
     Raises:
         ValueError: if the target cannot be packed (with the reason), does not fit the drafter, or costs are missing.
@@ -74,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        drafter: Any,
+        drafter: Drafter,
         target: PreTrainedModel,
         *,
         settings: DraftSettings | None = None,
@@ -90,28 +100,37 @@ class Engine:
         keep_scores: bool = False,
         keep_logits: bool = False,
         record_confidence: bool = False,
+        fused_head: str | None = None,
+        observer: EngineObserver | None = None,
     ):
         if reason := why_not_packable(target):
             raise ValueError(f"{type(target).__name__} cannot be decoded in a packed batch: {reason}.")
         config = drafter.config
-        room = None if max_length is None else max_length + config.num_block_positions + 1
-        self.keep_scores, self.keep_logits, self.record_confidence = keep_scores, keep_logits, record_confidence
+        cache_length = None if max_length is None else max_length + config.num_block_positions + 1
+        self.record_confidence = record_confidence
+        self.observer = observer or EngineObserver()
         self.processors = RowProcessors(logits_processor, batch_size)
         self.selector = TokenSelector(
             self.processors, do_sample=do_sample, generator=generator, keep_logits=keep_logits, keep_scores=keep_scores
         )
         self.conditions = StopConditions(stopping_criteria, batch_size, eos_token_ids=eos_token_ids)
+        self.texts = TextWriter(self.conditions, keep_logits=keep_logits, keep_scores=keep_scores)
         self.drafting = BlockDrafter(
-            drafter,
-            target,
+            DraftBinding(drafter, target, fused_head=fused_head),
             settings=settings or resolve_settings(GenerationConfig(), config),
             costs=costs,
             processors=self.processors,
-            do_sample=do_sample,
-            generator=generator,
-            max_length=room,
+            sampling=DraftSampling(
+                do_sample,
+                is_vocabulary_invariant=self.processors.is_vocabulary_invariant,
+                temperature=self.processors.temperature,
+                generator=generator,
+            ),
+            observer=self.observer,
+            max_length=cache_length,
         )
-        self.packed = PackedTarget(target, config.target_layer_ids, max_length=room)
+        self.packed = PackedTarget(target, config.target_layer_ids, max_length=cache_length)  # type: ignore[arg-type]
+        self.rows = RowTable(self.packed.cache.rows)
         self._block_size, self._max_length = config.block_size, max_length
         self._chunk_size = _PREFILL_TOKENS if prefill_chunk_size is None else prefill_chunk_size
         if type(self._chunk_size) is not int or self._chunk_size < 1:
@@ -119,13 +138,12 @@ class Engine:
         self._vocabulary = len(target.get_input_embeddings().weight)  # type: ignore[arg-type]  # of an embedding
         self._is_settled = True  # whether texts, caches and features agree: not within a step
         self._waiting: list[Request] = []
-        self._active: list[Request] = []  # in the order of the target's rows
         self._num_added = 0
 
     @property
     def requests(self) -> list[Request]:
         """Requests that have not finished."""
-        return self._active + self._waiting
+        return self.rows.requests + self._waiting
 
     def add_request(
         self,
@@ -139,7 +157,7 @@ class Engine:
 
         Args:
             prompt (`torch.LongTensor` of shape `(m,)`): Token ids without padding, at least one.
-            max_new_tokens (`int`, *optional*): Most new tokens; by default the criteria alone decide.
+            max_new_tokens (`int`, *optional*): Maximum new tokens; by default the criteria alone decide.
             prefix (`torch.LongTensor` of shape `(n,)`, *optional*):
                 The prompt as processors and criteria are to see it (with padding); by default the prompt.
             num_pads (`int`, *optional*): Padding at the left of `prefix`; by default what it has beyond the prompt.
@@ -151,7 +169,7 @@ class Engine:
             TypeError: for a prompt that is no tensor of integers, or a length that is no integer.
             ValueError: for an empty prompt, tokens the target does not have, or without any bound on the length.
         """
-        self._check(prompt, max_new_tokens)
+        check_prompt(prompt, max_new_tokens, vocab_size=self._vocabulary)
         prefix = prompt if prefix is None else prefix
         criteria = self.conditions.max_length  # checked after a token, so there is always one
         bounds = [
@@ -173,18 +191,29 @@ class Engine:
         self._waiting.append(request)
         return request
 
-    def _check(self, prompt: Any, max_new_tokens: Any) -> None:
-        if not isinstance(prompt, torch.Tensor) or prompt.is_floating_point() or prompt.dtype == torch.bool:
-            raise TypeError(f"`prompt` must be a tensor of token ids, got {getattr(prompt, 'dtype', type(prompt))}.")
-        if prompt.dim() != 1 or len(prompt) == 0:
-            raise ValueError(f"`prompt` must hold at least one token id in one dimension, got {tuple(prompt.shape)}.")
-        lowest, highest = int(prompt.min()), int(prompt.max())
-        if lowest < 0 or highest >= self._vocabulary:
-            raise ValueError(
-                f"`prompt` holds ids from {lowest} to {highest}; the target's run from 0 to {self._vocabulary - 1}."
-            )
-        if max_new_tokens is not None and type(max_new_tokens) is not int:
-            raise TypeError(f"`max_new_tokens` must be an integer, got {max_new_tokens!r}.")
+    def fill(self, num_rows: int, *, context: int, num_draft_positions: int | None = None) -> None:
+        """Hold exactly `num_rows` requests of `context` meaningless tokens each: for measurements, whose values do not matter.
+
+        Args:
+            num_rows (`int`): Requests. Those that are there already start over.
+            context (`int`): Tokens that both caches hold for each of them.
+            num_draft_positions (`int`, *optional*): Positions to draft per round from now on.
+        """
+        drafting = self.drafting
+        if num_draft_positions is not None:
+            drafting.settings = replace(drafting.settings, num_assistant_tokens=num_draft_positions)
+        while len(self.rows) > num_rows:
+            self._remove([self.rows.requests[-1]])
+        while len(self.rows) < num_rows:
+            self._add([self.add_request(torch.zeros(1, dtype=torch.long), max_new_tokens=2**30)])
+            self._waiting.pop()
+        self.packed.cache.rows.lengths = [context] * num_rows
+        drafting.cache.lengths = [context - 2] * num_rows
+        config = drafting.binding.drafter.config
+        size = len(config.target_layer_ids) * config.hidden_size  # type: ignore[arg-type]  # filled in by the config
+        for request in self.rows.requests:
+            request.truncate(len(request.prefix))
+            request.pending = [torch.zeros(2, size, device=self.packed.device, dtype=self.packed.target.dtype)]
 
     @torch.no_grad()
     def step(self) -> list[Request]:
@@ -195,103 +224,91 @@ class Engine:
         """
         if not self._is_settled:
             raise RuntimeError(
-                "An earlier step of this engine was left half done by an exception, so its texts and caches do not agree any "
-                "more. Add the requests to a new engine."
+                "An exception interrupted an earlier step of this engine, so its texts and caches no longer agree. Add the "
+                "requests to a new engine."
             )
-        finished = self._join() if self._waiting else []
-        if self._active:
+        finished = self._prefill_waiting() if self._waiting else []
+        if self.rows.requests:
+            self.observer.begun(self.rows.requests)
             lengths = self.packed.cache.rows.lengths
-            drafts = self.drafting.draft(self._active, context=len(lengths) * max(lengths))
-            plan, output = self.verify(drafts)
-            done = self.accept(self._active, drafts, plan, output)
-            self._leave(done)
-            finished += done
+            drafts = self.drafting.draft(self.rows, context=len(lengths) * max(lengths))
+            self.observer.drafted(drafts)
+            plan, output = self._verify(drafts)
+            self.observer.verified(drafts)
+            ended = self._accept(drafts, plan, output)
+            self.observer.settled(drafts)
+            self._remove(ended)
+            finished += ended
         return finished
 
-    def verify(self, drafts: Round) -> tuple[PackedPlan, PackedOutput]:
+    def _verify(self, drafts: ScheduledDrafts) -> tuple[PackedPlan, PackedOutput]:
         """Run the target over anchors and drafts; lengths stay."""
         plan = self.packed.plan(drafts.counts)
         return plan, self.packed.forward(plan.pack(drafts.tokens), plan, features=self.drafting.is_active)
 
-    def accept(self, active: list[Request], drafts: Round, plan: PackedPlan, output: PackedOutput) -> list[Request]:
+    def _accept(self, drafts: ScheduledDrafts, plan: PackedPlan, output: PackedOutput) -> list[Request]:
         """Append what the target confirms, move lengths and features on, count; returns the requests that finished.
 
         Syncs once, since the host has to know the tokens.
         """
+        active = self.rows.requests
         owners = [request.index for request, count in zip(active, drafts.counts, strict=True) for _ in range(count)]
         scores = self.selector.process(output.logits, _prefixes(active, drafts), owners)
-        verdict = self.selector.verdict(drafts, plan, scores.processed)
-        outcome = torch.cat([verdict.num_accepted[:, None], verdict.next_tokens[:, None]], dim=1)
+        acceptance = self.selector.accept(drafts, plan, scores.processed)
+        outcome = torch.cat([acceptance.num_accepted[:, None], acceptance.next_tokens[:, None]], dim=1)
         table = torch.cat([outcome, drafts.tokens.to(outcome.device)], dim=1).tolist()
         kept = [[*drafted[:count], following] for count, following, _, *drafted in table]
         self._is_settled = False
         self.packed.advance(plan, [len(tokens) for tokens in kept])
         before = [request.length for request in active]
-        finished = self._settle(active, kept, plan.offsets, scores=scores)
-        drafting = {request.index: row for row, request in enumerate(drafts.drafting)}
+        finished = self.texts.append(active, kept, plan.offsets, scores=scores)
+        draft_row_of = {row: draft_row for draft_row, row in enumerate(drafts.rows)}
         for row, request in enumerate(active):
             num_new = request.length - before[row]
-            self._count(request, drafts, row, num_new, min(table[row][0], num_new), drafting.get(request.index))
+            self._count(drafts, row, num_new, min(table[row][0], num_new), draft_row_of.get(row))
             if output.features is not None and not request.finished:
                 first = plan.offsets[row]
                 request.pending.append(output.features[first : first + len(kept[row])])
         self._is_settled = True
         return finished
 
-    def _join(self) -> list[Request]:
-        """Prefill the waiting requests, packed; each gets its first token."""
+    def _prefill_waiting(self) -> list[Request]:
+        """Prefill the waiting requests, packed; each gets its first token. Returns those that it finishes."""
         self._is_settled = False
         joining, self._waiting = self._waiting, []
-        for request in joining:
-            request.row = self.packed.cache.rows.add_row()
-            self._active.append(request)
-            self.drafting.join(request)
+        self._add(joining)
         finished: list[Request] = []
-        for pieces in self._pieces(joining):
+        for pieces in prompt_pieces(joining, chunk_size=self._chunk_size, num_tokens=_PREFILL_TOKENS):
             finished += self._prefill(pieces)
-        self._leave(finished)
+        self._remove(finished)
         self._is_settled = True
         return finished
 
-    def _pieces(self, joining: list[Request]) -> Iterator[list[tuple[Request, int, int]]]:
-        """Prompts cut into pieces `(request, start, count)`, and as many pieces together as one forward takes."""
-        pieces: list[tuple[Request, int, int]] = []
-        for request in joining:
-            start = 0
-            while start < len(request.prompt):
-                space = _PREFILL_TOKENS - sum(count for _, _, count in pieces)
-                if space == 0 or (pieces and pieces[-1][0] is request):
-                    yield pieces
-                    pieces, space = [], _PREFILL_TOKENS
-                count = min(len(request.prompt) - start, self._chunk_size, space)
-                pieces.append((request, start, count))
-                start += count
-        yield pieces
-
-    def _prefill(self, pieces: list[tuple[Request, int, int]]) -> list[Request]:
-        """One forward over pieces of the prompts of consecutive rows; whose prompt is complete gets a token."""
-        first_row: int = pieces[0][0].row  # type: ignore[assignment]  # it has joined
-        plan = self.packed.plan([count for _, _, count in pieces], first_row=first_row)
-        tokens = torch.cat([request.prompt[start : start + count] for request, start, count in pieces])
-        last = [index for index, (request, start, count) in enumerate(pieces) if start + count == len(request.prompt)]
+    def _prefill(self, pieces: list[Piece]) -> list[Request]:
+        """One forward over pieces of the prompts of consecutive rows; each request whose prompt is complete gets a token."""
+        plan = self.packed.plan([piece.length for piece in pieces], first_row=self.rows.row_of(pieces[0].request))
+        tokens = torch.cat([piece.tokens for piece in pieces])
+        last = [index for index, piece in enumerate(pieces) if piece.is_last]
         keep = torch.tensor([plan.offsets[index + 1] - 1 for index in last or [0]], device=tokens.device)
         output = self.packed.forward(tokens, plan, keep=keep, features=self.drafting.is_active)
         self.packed.advance(plan, plan.counts)
         if output.features is not None:
-            for index, (request, _, _) in enumerate(pieces):
-                self.drafting.learn(request, output.features[plan.offsets[index] : plan.offsets[index + 1]])
+            for index, piece in enumerate(pieces):
+                features = output.features[plan.offsets[index] : plan.offsets[index + 1]]
+                self.drafting.append_context(piece.request, features)
         if not last:
             return []
-        requests = [pieces[index][0] for index in last]
+        requests = [pieces[index].request for index in last]
         owners = [request.index for request in requests]
         scores = self.selector.process(output.logits, lambda: [request.text for request in requests], owners)
         kept = [[token] for token in self.selector.choose(scores.processed).tolist()]
-        return self._settle(requests, kept, range(len(requests)), scores=scores)
+        return self.texts.append(requests, kept, range(len(requests)), scores=scores)
 
     def _count(
-        self, request: Request, drafts: Round, row: int, num_new: int, num_accepted: int, draft_row: int | None
+        self, drafts: ScheduledDrafts, row: int, num_new: int, num_accepted: int, draft_row: int | None
     ) -> None:
-        verified = drafts.counts[row] - 1
+        """Count a round of the request in a row, which drafted in row `draft_row` of the proposal, if at all."""
+        request, verified = self.rows.requests[row], drafts.counts[row] - 1
         request.statistics.add_round(
             drafted=0 if draft_row is None else drafts.num_drafted,
             verified=verified,
@@ -299,65 +316,29 @@ class Engine:
             new_tokens=num_new,
             plain=request.index in drafts.plain,
         )
-        if draft_row is None:
+        if draft_row is None or drafts.proposal is None:
             return
         self.drafting.record(request, drafted=drafts.num_drafted, accepted=num_accepted, verified=verified)
-        if self.record_confidence:
-            logits: Any = drafts.proposal.confidence_logits  # type: ignore[union-attr]  # it drafted
-            request.statistics.confidence_logits.append(logits[draft_row].tolist())
+        if self.record_confidence and drafts.proposal.confidence_logits is not None:
+            request.statistics.confidence_logits.append(drafts.proposal.confidence_logits[draft_row].tolist())
 
-    def _settle(
-        self,
-        requests: list[Request],
-        kept: list[list[int]],
-        offsets: Sequence[int],
-        *,
-        scores: Scores,
-    ) -> list[Request]:
-        """Append tokens up to where each text ends; returns the requests that have finished."""
-        if any(tokens[-1] >= scores.processed.shape[-1] for tokens in kept):
-            raise ValueError(
-                "No token can be drawn: the logits are not numbers, or the logits processors leave no token with a finite "
-                "logit. Check the processors, or the target's dtype."
-            )
-        for request, tokens, offset in zip(requests, kept, offsets, strict=False):
-            request.append(tokens)
-            if self.keep_scores:
-                request.scores += scores.processed[offset : offset + len(tokens)].clone().unbind()
-            if self.keep_logits:
-                request.logits += scores.raw[offset : offset + len(tokens)].clone().unbind()
-        ends = self.conditions.cut(
-            [(request.text, tokens) for request, tokens in zip(requests, kept, strict=True)],
-            rows=[request.index for request in requests],
-            scores=[request.scores if self.keep_scores else None for request in requests],
-        )
-        out_of_time = self.conditions.out_of_time()
-        for request, end in zip(requests, ends, strict=True):
-            if end is not None:
-                request.truncate(end)
-                num_new = len(request.tokens)
-                del request.scores[num_new:], request.logits[num_new:]
-            request.finished = end is not None or request.room <= 0 or out_of_time
-        return [request for request in requests if request.finished]
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.rows.add(request)
+            self.drafting.rows.add(request)
 
-    def _leave(self, finished: list[Request]) -> None:
-        """Take finished requests out; the last row moves where a row has become free."""
-        for request in finished:
-            row: int = request.row  # type: ignore[assignment]  # it has joined
-            self.packed.cache.rows.drop_row(row)
-            last = self._active.pop()
-            if last is not request:
-                self._active[row], last.row = last, row
-            request.row = None
-            self.drafting.leave(request)
+    def _remove(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.rows.remove(request)
+            self.drafting.remove(request)
 
 
-def _prefixes(active: list[Request], drafts: Round) -> Callable[[], list[torch.Tensor]]:
+def _prefixes(active: list[Request], drafts: ScheduledDrafts) -> Callable[[], list[torch.Tensor]]:
     """The prefix of every packed position: the text, then the drafts before the position."""
     return lambda: [
-        torch.cat([request.text, drafts.tokens[row, 1 : 1 + position]])
+        torch.cat([request.text, drafts.tokens[row, 1 : 1 + num_drafts]])
         for row, request in enumerate(active)
-        for position in range(drafts.counts[row])
+        for num_drafts in range(drafts.counts[row])
     ]
 
 

@@ -1,8 +1,7 @@
-"""The user's logits processors and stopping criteria over many positions of many rows at once.
+"""The user's logits processors over many positions of many rows at once.
 
 Every position has its own prefix: the row's text, drafts before the position included. Processors that do not look at
-the prefix run on all positions in one call; the others see each position's own prefix. Criteria are asked about tokens
-that are part of the text, never about drafts.
+the prefix run on all positions in one call; the others see each position's own prefix.
 
 Shapes: `P` positions, `V` vocabulary, `n` prefix length.
 """
@@ -13,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 
 # By name, since not every supported Transformers has all of them.
@@ -151,93 +149,6 @@ class RowProcessors:
         return torch.stack(processed)
 
 
-class StopConditions:
-    """Where a text ends: length, time, end-of-text tokens, and criteria on its content.
-
-    Args:
-        criteria ([`~transformers.StoppingCriteriaList`], *optional*): As `generate` prepared them.
-        batch_size (`int`): Rows of the user's batch; criteria on content find a text in its own row.
-        eos_token_ids (`list[int]`, *optional*): More end-of-text tokens.
-    """
-
-    def __init__(
-        self, criteria: StoppingCriteriaList | None, batch_size: int, *, eos_token_ids: list[int] | None = None
-    ):
-        self.eos_token_ids = set(eos_token_ids or ())
-        self.max_length: int | None = None
-        self._batch_size = batch_size
-        self._clocks: list[Any] = []
-        self._content: list[Any] = []
-        for criterion in criteria or ():
-            if type(criterion) is MaxLengthCriteria:  # a subclass may do something else
-                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
-            elif type(criterion) is EosTokenCriteria:
-                self.eos_token_ids |= set(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
-            elif type(criterion) is MaxTimeCriteria:
-                self._clocks.append(criterion)
-            else:
-                self._content.append(criterion)
-
-    def out_of_time(self) -> bool:
-        """Whether `max_time` has passed."""
-        nothing = torch.zeros(1, 0, dtype=torch.long)
-        return any(bool(torch.as_tensor(clock(nothing, None)).any()) for clock in self._clocks)
-
-    def cut(self, texts: list[tuple[torch.Tensor, list[int]]], rows: list[int], scores: list[Any]) -> list[int | None]:
-        """Length at which each text ends, or `None` where it goes on.
-
-        Args:
-            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and those again on the host.
-            rows (`list[int]`): The row of the user's batch that each text belongs to.
-            scores (`list`): Scores `[V]` of all tokens of each text, where they are kept, else `None`.
-        """
-        ends = [self._by_token(len(text) - len(new), new) for text, new in texts]
-        for criterion in self._content:
-            if type(criterion) is StopStringCriteria:
-                found = _first_stops(criterion, texts)
-            else:
-                found = [self._asked(criterion, *item) for item in zip(texts, ends, rows, scores, strict=True)]
-            ends = [
-                min((end for end in pair if end is not None), default=None) for pair in zip(ends, found, strict=True)
-            ]
-        return ends
-
-    def _by_token(self, before: int, new: list[int]) -> int | None:
-        for length, token in enumerate(new, before + 1):
-            if token in self.eos_token_ids or (self.max_length is not None and length >= self.max_length):
-                return length
-        return None
-
-    def _asked(
-        self, criterion: Any, text: tuple[torch.Tensor, list[int]], end: int | None, row: int, scores: Any
-    ) -> int | None:
-        """Ask a criterion about each new token in turn, with the text up to it, as plain decoding does."""
-        tokens, new = text
-        for length in range(len(tokens) - len(new) + 1, (end or len(tokens)) + 1):
-            known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
-            given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
-            answer = torch.as_tensor(criterion(tokens[:length].repeat(self._batch_size, 1), given))
-            if bool(answer if answer.numel() == 1 else answer[row % self._batch_size]):
-                return length
-        return None
-
-
-def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, list[int]]]) -> list[int | None]:
-    """Stop strings: all new tokens of all texts in one call for each length of what the criterion looks at."""
-    groups: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
-    for index, (text, new) in enumerate(texts):
-        for length in range(len(text) - len(new) + 1, len(text) + 1):
-            tail = text[max(length - criterion.maximum_token_len, 0) : length]
-            groups[len(tail)].append((index, length, tail))
-    ends: list[int | None] = [None] * len(texts)
-    for group in groups.values():
-        stops = criterion(torch.stack([tail for _, _, tail in group]), None).tolist()
-        for (index, length, _), stop in zip(group, stops, strict=True):
-            if stop:
-                ends[index] = min(length, ends[index] or length)
-    return ends
-
-
 def _constrained(processor: Any, logits: torch.Tensor, prefixes: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
     """`prefix_allowed_tokens_fn` is asked about each row by its number, and about no other."""
     allowed = processor._prefix_allowed_tokens_fn
@@ -254,4 +165,4 @@ def _is_known(processor: Any, names: set[str]) -> bool:
     return type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in names
 
 
-__all__ = ["RowProcessors", "StopConditions"]
+__all__ = ["RowProcessors"]

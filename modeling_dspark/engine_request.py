@@ -1,4 +1,4 @@
-"""One request of the packed loop: its text, where it is in the caches, and what it has to say to its caller."""
+"""One request of the packed loop: its text, its features on the way to the drafter, and its counts."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,8 @@ class Request:
         prefix (`torch.LongTensor` of shape `(n,)`):
             The prompt as logits processors and criteria see it: with the padding it came with, on the left.
         prompt (`torch.LongTensor` of shape `(m,)`): The prompt without padding.
-        max_length (`int`): Most tokens of `prefix` and text together.
+        max_length (`int`): Maximum tokens of `prefix` and text together.
         statistics ([`RunStatistics`]): Its rounds.
-        row (`int`, *optional*): Row in the target's cache; `None` before it is prefilled and once it has finished.
-        draft_row (`int`, *optional*): Row in the drafter's cache.
         pending (`list[torch.Tensor]`): Features `[c, L * D]` that the drafter has not seen yet.
         finished (`bool`): Whether its text has ended.
         scores, logits (`list[torch.Tensor]`): Processed and raw logits `[V]` of each new token, where asked for.
@@ -31,8 +29,6 @@ class Request:
     prompt: torch.Tensor
     max_length: int
     statistics: RunStatistics
-    row: int | None = None
-    draft_row: int | None = None
     pending: list[torch.Tensor] = field(default_factory=list)
     finished: bool = False
     estimate: RequestEstimate = field(default_factory=RequestEstimate)

@@ -5,7 +5,6 @@ or `torch` for none. What fails is said once, and not tried again in the process
 """
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -192,15 +191,16 @@ _makers: dict[str, Callable[[torch.device], Backend]] = {
 }
 
 
-def backend_names(device: torch.device) -> tuple[str, ...]:
+def backend_names(device: torch.device, choice: str) -> tuple[str, ...]:
     """What may serve a device, best first; none for PyTorch.
 
     Raises:
-        ValueError: if `DSPARK_FUSED_HEAD` is none of the choices.
+        ValueError: if `choice` is none of the choices.
     """
-    choice = os.environ.get("DSPARK_FUSED_HEAD") or "auto"
     if choice not in CHOICES:
-        raise ValueError(f"The environment variable DSPARK_FUSED_HEAD must be one of {CHOICES}, got {choice!r}.")
+        raise ValueError(
+            f"`fused_head` (or the environment variable DSPARK_FUSED_HEAD) must be one of {CHOICES}, got {choice!r}."
+        )
     there: tuple[str, ...] = ()
     if device.type == "cpu":
         there = ("cpu",)
@@ -215,22 +215,25 @@ def serves(*tensors: torch.Tensor | None) -> bool:
     return len(kinds) == 1 and next(iter(kinds))[0] in _DTYPES
 
 
-def backend_for(device: torch.device, dtype: torch.dtype | None = None, rank: int | None = None) -> Backend | None:
+def backend_for(
+    device: torch.device, dtype: torch.dtype | None = None, rank: int | None = None, *, choice: str = "auto"
+) -> Backend | None:
     """What to run on, made if need be, or `None` for PyTorch.
 
     Args:
         device (`torch.device`): Where the tensors are.
         dtype (`torch.dtype`, *optional*): Of the weights.
         rank (`int`, *optional*): Of the Markov head. With a dtype, a backend that failed for both is passed over.
+        choice (`str`, *optional*, defaults to `"auto"`): One of `CHOICES`.
 
     Raises:
-        ValueError: if `DSPARK_FUSED_HEAD` is none of the choices.
+        ValueError: if `choice` is none of the choices.
     """
-    for name in (names := backend_names(device)):
+    for name in (names := backend_names(device, choice)):
         key = (name, device)
-        found = _made[key] if key in _made else _make(*key, last=name == names[-1])
-        if found is not None and (found, dtype, rank) not in _given_up:
-            return found
+        backend = _made[key] if key in _made else _make(*key, last=name == names[-1])
+        if backend is not None and (backend, dtype, rank) not in _given_up:
+            return backend
     return None
 
 

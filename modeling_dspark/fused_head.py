@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from .fused_backends import backend_for, backend_names, give_up, serves
 from .fused_build import BuildError
 from .fused_launch import LaunchError
 from .fused_torch import HeadInputs, Outputs, empty_outputs, head_in_torch
+from .model_protocol import Drafter
 
-
-logger = logging.get_logger(__name__)
 
 _LEAST_TEMPERATURE = 1e-30
 _MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that makes a latent, in ranks
@@ -46,45 +44,60 @@ class BlockTokens(NamedTuple):
     confidence_logits: torch.Tensor | None
 
 
-def fusable_heads(drafter: Any, base_logits: torch.Tensor) -> dict[str, Any] | None:
-    """The weights of a drafter's heads by the names of the operation's arguments, or `None` where they go position by position.
+def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = "auto") -> str | None:
+    """Why the heads of a drafter run position by position and not as one operation, or `None`.
 
-    That is where there is no Markov head, no fused form for the device, dtypes differ, or where the heads are not just
-    their weights: with an adapter, a hook, quantised, or with a `head_step` of the user's own.
+    Args:
+        drafter ([`Drafter`]): The drafter.
+        logits_dtype (`torch.dtype`): Of the base logits, which are on the drafter's device.
+        choice (`str`, *optional*, defaults to `"auto"`): What to run on, one of `CHOICES`.
+
+    Raises:
+        ValueError: if `choice` is none of the choices.
     """
-    head, confidence = drafter.markov_head, drafter.confidence_head
+    head, device = drafter.markov_head, drafter.device
+    if not backend_names(device, choice):
+        return f"there is no fused form for {device.type}" if choice == "auto" else f"`fused_head={choice!r}`"
+    if head is None:
+        return "the drafter has no Markov head"
     own = vars(drafter)  # what a user has put in the place of a method, which may carry its attributes
-    are_ours = all(
+    if not all(
         getattr(getattr(type(drafter), name), "fusable", False) and name not in own
         for name in ("head_step", "to_target_ids")
-    )
-    if head is None or not are_ours:
-        return None
-    if not all(_is_plain(part) for part in (head, confidence) if part is not None):
-        return None
+    ):
+        return "the drafter has a `head_step` or `to_target_ids` of its own"
+    if not all(_is_plain(module) for module in (head, drafter.confidence_head) if module is not None):
+        return "its heads do more than their weights say: an adapter, a hook, quantisation"
+    weights = [
+        item for item in head_weights(drafter).values() if isinstance(item, torch.Tensor) and item.is_floating_point()
+    ]
+    dtypes, devices = {logits_dtype, *(item.dtype for item in weights)}, {device, *(item.device for item in weights)}
+    if not serves(*weights) or len(dtypes | devices) > 2 or torch.is_autocast_enabled(device.type):
+        return (
+            f"it needs the target's logits ({logits_dtype}) and the drafter's weights ({head.markov_w2.weight.dtype}) on one "
+            "device and in one dtype, which is fp32, bf16 or fp16; load both models with the same `dtype=`, and leave out autocast"
+        )
+    if backend_for(device, logits_dtype, head.markov_w2.weight.shape[1], choice=choice) is None:
+        return "no backend could be made; a warning above names the reason"
+    return None
+
+
+def head_weights(drafter: Drafter) -> dict[str, Any]:
+    """Weights and kind of a drafter's heads, by the names of the operation's arguments."""
+    head: Any = drafter.markov_head
+    confidence = drafter.confidence_head
     mixer = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}[head.kind]
     mixer = None if mixer is None else getattr(head, mixer)
-    weights = {
+    return {
         "w1": head.markov_w1.weight,
         "w2": head.markov_w2.weight,
         "mixer_weight": None if mixer is None else mixer.weight,
         "mixer_bias": None if mixer is None else mixer.bias,
         "confidence_weight": None if confidence is None else confidence.proj.weight[0],
         "confidence_bias": None if confidence is None else confidence.proj.bias,
+        "draft_to_target": drafter.d2t if drafter.config.draft_vocab_size is not None else None,
+        "kind": head.kind,
     }
-    if not backend_names(base_logits.device):
-        return None
-    if not serves(base_logits, *weights.values()):
-        logger.warning_once(
-            f"The fused sequential head is not used, and drafting is a little slower: it needs the target's logits "
-            f"({base_logits.dtype}) and the drafter's weights ({weights['w2'].dtype}) on one device and in one dtype, which is "
-            "fp32, bf16 or fp16. Load both models with the same `dtype=`, and leave out autocast."
-        )
-        return None
-    if backend_for(base_logits.device, base_logits.dtype, weights["w2"].shape[1]) is None:
-        return None
-    offsets = drafter.d2t if drafter.config.draft_vocab_size is not None else None
-    return {**weights, "draft_to_target": offsets, "kind": head.kind}
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -110,17 +123,19 @@ def fused_block(
     temperature: float = 0.0,
     seed: int = 0,
     keep_logits: bool = False,
+    backend: str = "auto",
 ) -> BlockTokens:
     """Choose or draw the tokens of a block, position after position (design section 2, steps 3 and 4).
 
     Args:
-        heads (`dict`): Weights and kind, as `fusable_heads` gives them.
+        heads (`dict`): Weights and kind, as `head_weights` gives them.
         base_logits (`torch.Tensor` of shape `(R, K, Vd)`): `U`.
         hidden (`torch.Tensor` of shape `(R, K, D)`): Backbone outputs.
         anchors (`torch.LongTensor` of shape `(R,)`): Token before the first position, in target ids, on the same device.
         temperature (`float`, *optional*, defaults to `0.0`): Of the draws; 0 takes the highest logit.
         seed (`int`, *optional*, defaults to `0`): Of the draws.
         keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
+        backend (`str`, *optional*, defaults to `"auto"`): What to run on, one of `CHOICES`.
 
     Raises:
         ValueError: if a shape or a device is not as it should be; on a CPU also if an anchor is no token of the target.
@@ -128,7 +143,14 @@ def fused_block(
     """
     with torch.no_grad():  # choices have no gradient
         columns, tokens, logits, confidence = _operation(
-            base_logits, hidden, anchors, **heads, temperature=temperature, seed=seed, keep_logits=keep_logits
+            base_logits,
+            hidden,
+            anchors,
+            **heads,
+            temperature=temperature,
+            seed=seed,
+            keep_logits=keep_logits,
+            backend=backend,
         )
     has_confidence = heads["confidence_weight"] is not None
     return BlockTokens(columns, tokens, logits if keep_logits else None, confidence if has_confidence else None)
@@ -149,18 +171,20 @@ def _run(
     temperature: float,
     seed: int,
     keep_logits: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs = HeadInputs(**locals())
+    arguments = locals()
+    inputs = HeadInputs(**{name: arguments[name] for name in HeadInputs._fields})
     _check_shapes(inputs)
     tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
     # Kernels have the temperature's inverse in fp32.
     is_usual = temperature == 0 or _LEAST_TEMPERATURE <= temperature <= 1 / _LEAST_TEMPERATURE
-    backend = backend_for(w2.device, w2.dtype, w2.shape[1]) if is_usual and serves(*tensors) else None
-    if backend is not None:
+    kernel = backend_for(w2.device, w2.dtype, w2.shape[1], choice=backend) if is_usual and serves(*tensors) else None
+    if kernel is not None:
         try:
-            return backend(inputs)
+            return kernel(inputs)
         except (BuildError, LaunchError) as error:
-            give_up(backend, w2.dtype, w2.shape[1], error)
+            give_up(kernel, w2.dtype, w2.shape[1], error)
     return head_in_torch(inputs)
 
 
@@ -213,7 +237,7 @@ def _check_devices(inputs: HeadInputs) -> None:
 
 
 def _fake(*arguments: Any) -> Outputs:
-    inputs = HeadInputs(*arguments)
+    inputs = HeadInputs(*arguments[:-1])  # the last one chooses the backend
     _check_devices(inputs)  # one on `meta` is enough to end up here
     return empty_outputs(inputs.base_logits, inputs.confidence_weight, with_logits=inputs.keep_logits)
 
@@ -243,4 +267,4 @@ def fusable(method: Callable) -> Callable:
     return method
 
 
-__all__ = ["BlockTokens", "fusable", "fusable_heads", "fused_block"]
+__all__ = ["BlockTokens", "fusable", "fused_block", "head_weights", "why_not_fused"]

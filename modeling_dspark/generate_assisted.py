@@ -1,24 +1,28 @@
 """Drafts for Transformers' own assisted-decoding loop (batch size 1).
 
 Each round the loop hands over the target's outputs; the generator turns them into context features, drafts a block,
-schedules how much of it is verified and cuts it where the text could end. Verification itself is elsewhere.
+schedules how much of it is verified and cuts it where the text could end. `AssistedRun.accept` verifies samples.
 """
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
 from .draft_accept import accept_sampled
-from .draft_propose import LogitsProcessor, propose
+from .draft_binding import DraftBinding
+from .draft_propose import propose
+from .draft_tokens import DraftSampling, LogitsProcessor
 from .engine_counts import RunStatistics
 from .engine_processors import RowProcessors
+from .engine_stopping import StopConditions
+from .generate_call import AssistedCall
 from .model_cache import DSparkCache
-from .schedule_policies import RoundView, checked_lengths, fallback_settings, make_schedule, resolve_settings
+from .model_protocol import Drafter
+from .schedule_policies import RoundView, checked_lengths
+from .schedule_settings import fallback_settings, make_schedule, resolve_settings
 from .target_binding import hidden_states_argument, tapped_features
 
 
@@ -29,48 +33,34 @@ class DSparkCandidateGenerator(CandidateGenerator):
     """Candidate generator for `GenerationMixin._assisted_decoding`.
 
     Args:
-        drafter ([`DSparkModel`]): The drafter.
-        target ([`~transformers.PreTrainedModel`]): The target whose outputs arrive each round.
-        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
-        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to drafts, each position with its own prefix.
-        stopping_criteria ([`~transformers.StoppingCriteriaList`]): Of the call; drafts never run past their first hit.
+        drafter ([`Drafter`]): The drafter.
+        call ([`AssistedCall`]): The call it serves. Processors are applied to drafts, each draft position with its own
+            prefix; drafts never run past the first token at which a criterion fires.
     """
 
     requires_model_outputs = True
 
-    def __init__(
-        self,
-        drafter: Any,
-        target: PreTrainedModel,
-        generation_config: GenerationConfig,
-        *,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-    ):
-        self.drafter, self.target = drafter, target
-        self.binding = drafter.bind(target)
-        self.settings = fallback_settings(resolve_settings(generation_config, drafter.config), drafter.config)
+    def __init__(self, drafter: Drafter, call: AssistedCall):
+        config = call.generation_config
+        self.drafter, self.binding = drafter, DraftBinding(drafter, call.target)
+        self.settings = fallback_settings(resolve_settings(config, drafter.config), drafter.config)
         self.schedule = make_schedule(self.settings)
         self.statistics = RunStatistics(drafter.config.block_size)
         self.statistics.requests = [self.statistics]
         self.ends_with_draft = False
         self._is_prefill = True
-        self._do_sample = generation_config.do_sample
-        lengths = [item.max_length for item in stopping_criteria or () if isinstance(item, MaxLengthCriteria)]
-        self._max_length = min([generation_config.max_length, *lengths])
-        self._logits_processor = logits_processor or None
-        self._temperature = RowProcessors(logits_processor, batch_size=1).temperature
-        self._content_criteria = [
-            criterion
-            for criterion in stopping_criteria or ()
-            if not isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
-        ]
+        self._conditions = StopConditions(call.stopping_criteria, batch_size=1)
+        self._max_length = min(config.max_length, self._conditions.max_length or config.max_length)
+        self._logits_processor = call.logits_processor or None
+        self._sampling = DraftSampling(
+            config.do_sample, temperature=RowProcessors(call.logits_processor, batch_size=1).temperature
+        )
         self._cache: DSparkCache | None = None  # made at the first round
         self._length = 0
         self._counts = (0, 0)
         # The user may want all hidden states; otherwise only the tapped ones are kept.
-        wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        tapped = hidden_states_argument(drafter.config.target_layer_ids)
+        wants_all = config.output_hidden_states and config.return_dict_in_generate
+        tapped = hidden_states_argument(drafter.config.target_layer_ids)  # type: ignore[arg-type]
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else tapped}
 
     def get_candidates(  # type: ignore[override]  # named arguments; `None` where nothing was drawn
@@ -93,15 +83,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return input_ids, None
         features = self._new_features(model_kwargs or {}, model_outputs, num_new)
         proposal = propose(
-            self.drafter,
             self.binding,
             features,
             anchor_tokens=input_ids[:, -1],
             cache=self._cache,  # type: ignore[arg-type]  # made by `_new_features`
             num_tokens=cap,
-            do_sample=self._do_sample,
-            logits_processor=self._processed(input_ids),
-            temperature=self._temperature,
+            sampling=replace(self._sampling, processor=self._processor(input_ids)),
         )
         confidence = [[1.0] * cap]
         if self.schedule.needs_confidence:
@@ -134,7 +121,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         accepted = num_new if ended else num_new - 1
         self.statistics.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=num_new)
 
-    def _processed(self, input_ids: torch.Tensor) -> LogitsProcessor | None:
+    def _processor(self, input_ids: torch.Tensor) -> LogitsProcessor | None:
         """The user's processors, given each position's own prefix."""
         processors = self._logits_processor
         if processors is None:
@@ -143,9 +130,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _new_features(self, model_kwargs: dict[str, Any], outputs: Any, num_new: int) -> torch.Tensor:
         """Features `[1, C, L * D]` of the tokens that went through the target since the last round."""
+        layer_ids: list[int] = self.drafter.config.target_layer_ids  # type: ignore[assignment]  # filled in by the config
+        features = tapped_features(outputs.hidden_states, layer_ids)
         if self._cache is not None:
-            return tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)[:, :num_new]
-        features = tapped_features(outputs.hidden_states, self.drafter.config.target_layer_ids)
+            return features[:, :num_new]
         attention_mask = model_kwargs.get("attention_mask")  # `None` when all ones
         if attention_mask is not None:
             features = features[:, attention_mask[0, : features.shape[1]].bool()]
@@ -162,29 +150,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Criteria are asked about texts that may never come to be, so they must depend on `input_ids` alone. One that
         cannot be asked (it reads the scores, say) leaves no drafts: the loop then asks it token by token.
         """
-        for end in range(1, drafts.shape[1] + 1):
-            candidate = torch.cat([input_ids, drafts[:, :end]], dim=1)
-            if self._would_stop(candidate):
-                if self.settings.num_assistant_tokens == 0:
-                    return 0
-                self.ends_with_draft = self._do_sample
-                return end if self._do_sample else end - 1
-        return drafts.shape[1]
-
-    def _would_stop(self, candidate: torch.Tensor) -> bool:
-        for criterion in self._content_criteria:
-            try:
-                stops = criterion(candidate, None)
-            except (TypeError, IndexError, AttributeError):
-                logger.warning_once(
-                    f"The stopping criterion {type(criterion).__name__} cannot be asked about draft tokens without their "
-                    "scores, so this call decodes without drafts."
-                )
-                self.settings = replace(self.settings, num_assistant_tokens=0)
-                return True
-            if bool(torch.as_tensor(stops).any()):
-                return True
-        return False
+        candidate = torch.cat([input_ids, drafts], dim=1)[0]
+        try:
+            end = self._conditions.cut([(candidate, drafts[0].tolist())], rows=[0], scores=[None])[0]
+        except (TypeError, IndexError, AttributeError):
+            logger.warning_once(
+                "A stopping criterion cannot be asked about draft tokens without their scores, so this call decodes without "
+                "drafts."
+            )
+            self.settings = replace(self.settings, num_assistant_tokens=0)
+            return 0
+        if end is None:
+            return drafts.shape[1]
+        self.ends_with_draft = self._sampling.do_sample
+        return end - input_ids.shape[1] - (not self._sampling.do_sample)
 
 
 def _joined(input_ids: torch.Tensor, drafts: torch.Tensor) -> Any:
@@ -195,28 +174,12 @@ class AssistedRun:
     """One `generate` call with a DSpark drafter, in Transformers' own loop.
 
     Args:
-        drafter ([`DSparkModel`]): The drafter.
-        target ([`~transformers.PreTrainedModel`]): The target.
-        generation_config ([`~transformers.GenerationConfig`]): Prepared settings of the call; read only.
-        logits_processor, stopping_criteria: Of the call.
+        drafter ([`Drafter`]): The drafter; its `last_run` is set.
+        call ([`AssistedCall`]): The call.
     """
 
-    def __init__(
-        self,
-        drafter: Any,
-        target: PreTrainedModel,
-        generation_config: GenerationConfig,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-    ):
-        self.candidate_generator = DSparkCandidateGenerator(
-            drafter,
-            target,
-            generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-        )
+    def __init__(self, drafter: Drafter, call: AssistedCall):
+        self.candidate_generator = DSparkCandidateGenerator(drafter, call)
         drafter.last_run = self.candidate_generator.statistics
 
     def accept(
@@ -229,11 +192,11 @@ class AssistedRun:
         length = candidate_logits.shape[1]
         drafts = candidate_ids[:, -length:]
         lengths = torch.full((1,), length, device=drafts.device)
-        verdict = accept_sampled(drafts, candidate_logits, target_logits, lengths)
-        num_accepted = int(verdict.num_accepted)
+        acceptance = accept_sampled(drafts, candidate_logits, target_logits, lengths)
+        num_accepted = int(acceptance.num_accepted)
         if self.candidate_generator.ends_with_draft and num_accepted == length:
             return drafts, length - 1
-        return torch.cat([drafts[:, :num_accepted], verdict.next_tokens[:, None]], dim=1), num_accepted
+        return torch.cat([drafts[:, :num_accepted], acceptance.next_tokens[:, None]], dim=1), num_accepted
 
 
 __all__ = ["AssistedRun", "DSparkCandidateGenerator"]

@@ -1,11 +1,12 @@
-"""One `generate` call with a DSpark drafter: what is refused, which loop serves it, and the packed loop's output.
+"""One `generate` call with a DSpark drafter: what is refused, and which loop serves it.
 
 The packed loop is the default. What it does not cover goes to Transformers' own assisted loop where one prompt is
 decoded, and is refused, with the reason, where there are several.
 
-Shapes: `R` rows of the batch, `T` prompt length with padding, `V` vocabulary.
+Shapes: `R` rows of the batch, `T` prompt length with padding.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,17 +20,12 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .engine_counts import RunStatistics
-from .engine_loop import Engine
-from .engine_measure import profile_of_call
-from .engine_processors import RowProcessors
-from .engine_request import Request
-from .model_cache import cache_keyword, loop_takes_embeddings, target_cache
-from .schedule_policies import make_schedule, resolve_settings
+from .compat_transformers import cache_keyword, loop_takes_embeddings, target_cache
+from .model_protocol import Drafter
+from .schedule_settings import resolve_settings
 from .target_binding import check_target
 from .target_packed import why_not_packable
 
@@ -38,10 +34,36 @@ logger = logging.get_logger(__name__)
 
 _STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _STATEFUL_ARGUMENTS = "`guidance_scale` or a SynthID `watermarking_config`"
+_KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+
+
+@dataclass(frozen=True)
+class AssistedCall:
+    """What `generate` prepared for its decoding method; read only.
+
+    Attributes:
+        target ([`~transformers.PreTrainedModel`]): The target.
+        input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts, padded left or right.
+        generation_config ([`~transformers.GenerationConfig`]): Prepared settings.
+        logits_processor ([`~transformers.LogitsProcessorList`]): Applied to the logits of drafter and target.
+        stopping_criteria ([`~transformers.StoppingCriteriaList`]): Where texts end.
+        model_kwargs (`dict`): What is passed on to the target.
+        streamer (`BaseStreamer`, *optional*): Gets every token as soon as it is certain.
+        synced_gpus (`bool`): Whether ranks must run equally many forwards.
+    """
+
+    target: PreTrainedModel
+    input_ids: torch.Tensor
+    generation_config: GenerationConfig
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    streamer: Any = None
+    synced_gpus: bool = False
 
 
 def check_call(
-    drafter: Any, target: PreTrainedModel, mode: GenerationMode, generation_config: GenerationConfig
+    drafter: Drafter, target: PreTrainedModel, mode: GenerationMode, generation_config: GenerationConfig
 ) -> None:
     """Refuse a `generate` call that a DSpark drafter cannot assist, before anything runs.
 
@@ -56,7 +78,7 @@ def check_call(
         )
     if generation_config.num_return_sequences not in (None, 1):
         raise ValueError(
-            f"A DSpark drafter makes one text of a prompt, got `num_return_sequences={generation_config.num_return_sequences}`. "
+            f"A DSpark drafter makes one text per prompt, got `num_return_sequences={generation_config.num_return_sequences}`. "
             "Repeat the prompt in the batch instead."
         )
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp"):
@@ -67,19 +89,17 @@ def check_call(
     resolve_settings(generation_config, drafter.config)
 
 
-def check_inputs(
-    input_ids: torch.Tensor, model_kwargs: dict[str, Any], logits_processor: LogitsProcessorList, *, synced_gpus: bool
-) -> None:
+def check_inputs(call: AssistedCall) -> None:
     """Refuse inputs that no loop can take.
 
     Raises:
         ValueError: for an empty batch or prompt, a target without a cache, a stateful logits processor, or `synced_gpus`.
     """
-    embeddings = model_kwargs.get("inputs_embeds")
-    if synced_gpus:
+    input_ids, embeddings = call.input_ids, call.model_kwargs.get("inputs_embeds")
+    if call.synced_gpus:
         raise ValueError(
             "`synced_gpus=True` (ZeRO stage 3, FSDP) makes every rank run as many target forwards as the slowest one, "
-            "which a loop that accepts several tokens a forward does not do. Leave out `assistant_model`."
+            "which a loop that accepts several tokens per forward does not do. Leave out `assistant_model`."
         )
     if input_ids.shape[0] == 0:
         raise ValueError(
@@ -94,12 +114,12 @@ def check_inputs(
             f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text whatever "
             "assists. Pass `input_ids`, or install Transformers 5.24 or newer."
         )
-    if target_cache(model_kwargs) is None:
+    if target_cache(call.model_kwargs) is None:
         raise ValueError(
             "A DSpark drafter needs a target with a cache of its own making: pass `use_cache=True` (the default), and a "
             "model whose forward returns a cache."
         )
-    for processor in logits_processor:
+    for processor in call.logits_processor:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(
                 f"{type(processor).__name__} ({_STATEFUL_ARGUMENTS}) keeps a state that advances with every call, so it "
@@ -107,13 +127,10 @@ def check_inputs(
             )
 
 
-def why_not_packed(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> str | None:
+def why_not_packed(call: AssistedCall) -> str | None:
     """Why the packed loop does not serve this call, or `None`."""
+    target, input_ids, model_kwargs = call.target, call.input_ids, call.model_kwargs
+    generation_config = call.generation_config
     cache = target_cache(model_kwargs)
     known = {*_KNOWN, cache_keyword()}
     # Multimodal targets are passed an empty `mm_encoder_outputs` for text alone.
@@ -129,7 +146,7 @@ def why_not_packed(
             if getattr(generation_config, name):
                 return f"`{name}=True` asks for what the packed target does not return by token"
     if target.training and _drops(target):
-        return "the target is in training mode, in which dropout makes every forward another one; call `target.eval()`"
+        return "the target is in training mode, in which dropout makes each forward differ; call `target.eval()`"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and (reason := _why_not_masked(mask, input_ids)):
         return reason
@@ -143,149 +160,32 @@ def why_not_packed(
     return why_not_packable(target)
 
 
-def decode(  # noqa: D417 - three arguments share a line
-    drafter: Any,
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    attention_mask: torch.Tensor | None = None,
-    streamer: Any = None,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """The packed loop behind `generate`, for any batch size.
+def with_fresh_cache(call: AssistedCall, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in which a target cache that already holds tokens is replaced by an empty one.
 
-    Args:
-        drafter ([`DSparkModel`]): The drafter; its `last_run` is set.
-        target ([`~transformers.PreTrainedModel`]): The target.
-        input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts, padded left or right.
-        logits_processor, stopping_criteria, generation_config: As `generate` prepared them; read only.
-        attention_mask (`torch.Tensor` of shape `(R, T)`, *optional*): 0 at padding; `None` means no padding.
-        streamer (`BaseStreamer`, *optional*): Gets every token as soon as it is certain; one prompt only.
-        generator (`torch.Generator`, *optional*): Source of randomness; the global one by default.
-
-    Returns:
-        `torch.LongTensor` of shape `(R, T + new)`, or [`~transformers.generation.GenerateDecoderOnlyOutput`].
+    The drafter needs the hidden states of all tokens, and Transformers' assisted loop runs the whole prompt whatever the
+    cache holds, so the prompt is computed again. The user's cache object is left alone.
 
     Raises:
-        ValueError: for a prompt that is all padding, or a streamer with several prompts.
+        ValueError: if the cached tokens are not part of `input_ids`.
     """
-    rows = input_ids.shape[0]
-    if streamer is not None and rows > 1:
-        raise ValueError(f"A `streamer` takes one text at a time, got a batch of {rows}. Leave it out.")
-    settings = resolve_settings(generation_config, drafter.config)
-    wants = generation_config.return_dict_in_generate
-    costs = None
-    if make_schedule(settings).needs_costs:
-        costs = profile_of_call(drafter, target, RowProcessors(logits_processor, rows), input_ids[0])
-    engine = Engine(
-        drafter,
-        target,
-        settings=settings,
-        costs=costs,
-        do_sample=generation_config.do_sample,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        batch_size=rows,
-        max_length=_longest(generation_config, stopping_criteria, input_ids.shape[1]),
-        prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
-        generator=generator,
-        keep_scores=bool(wants and generation_config.output_scores),
-        keep_logits=bool(wants and generation_config.output_logits),
+    target, input_ids, keyword = call.target, call.input_ids, cache_keyword()
+    cache = model_kwargs.get(keyword)
+    num_cached = 0 if cache is None else int(cache.get_seq_length())
+    if num_cached == 0:
+        return model_kwargs
+    attention_mask = model_kwargs.get("attention_mask")
+    longer_mask = attention_mask is not None and attention_mask.shape[1] > input_ids.shape[1]
+    if num_cached >= input_ids.shape[1] or longer_mask:
+        raise ValueError(
+            f"`{keyword}` holds {num_cached} tokens that are not in `input_ids` (shape {tuple(input_ids.shape)}), so a "
+            "DSpark drafter has no hidden states for them. Pass the whole sequence as `input_ids`."
+        )
+    logger.warning_once(
+        f"`{keyword}` holds a prefix of the prompt. A DSpark drafter needs the hidden states of that prefix, so the prompt "
+        "is computed again and the cache is left unused."
     )
-    requests = [
-        engine.add_request(prompt, prefix=prefix, num_pads=num_pads)
-        for prompt, prefix, num_pads in _without_padding(input_ids, attention_mask)
-    ]
-    drafter.last_run = RunStatistics(drafter.config.block_size, requests=[item.statistics for item in requests])
-    _run(engine, requests, streamer)
-    drafter.last_run = RunStatistics.pooled(drafter.config.block_size, [item.statistics for item in requests])
-    report_quantized(target, drafter.last_run)
-    return _output(input_ids, requests, generation_config)
-
-
-def _run(engine: Engine, requests: list[Request], streamer: Any) -> None:
-    num_streamed = 0
-    while engine.requests:
-        engine.step()
-        if streamer is not None:
-            new = requests[0].tokens[num_streamed:].cpu()
-            num_streamed += len(new)
-            for token in new:
-                streamer.put(token[None])
-    if streamer is not None:
-        streamer.end()
-
-
-def _without_padding(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Of each row: prompt without padding, prompt with its padding on the left, and how much of that there is.
-
-    What is masked between tokens is no padding: the target does not see it, and logits processors do.
-    """
-    if attention_mask is None:
-        return [(row, row, 0) for row in input_ids]
-    prompts = []
-    for index, (row, mask) in enumerate(zip(input_ids, attention_mask.to(input_ids.device).bool(), strict=True)):
-        if not bool(mask.any()):
-            raise ValueError(
-                f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out."
-            )
-        first, *_, last = mask.nonzero().flatten().tolist() * 2  # twice, since there may be one only
-        prefix = torch.cat([row[last + 1 :], row[: last + 1]])
-        prompts.append((row[mask], prefix, len(row) - 1 - last + first))
-    return prompts
-
-
-def _output(
-    input_ids: torch.Tensor, requests: list[Request], generation_config: GenerationConfig
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Texts side by side, padded on the right; scores and logits of a finished row are certain of the padding."""
-    longest = max(len(request.tokens) for request in requests)
-    pad = _pad_token(generation_config)
-    input_ids = input_ids.long()  # as plain `generate` returns them
-    texts = input_ids.new_full((len(requests), longest), pad)
-    for row, request in enumerate(requests):
-        texts[row, : len(request.tokens)] = request.tokens.to(texts.device)
-    sequences = torch.cat([input_ids, texts], dim=1)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,  # type: ignore[arg-type]  # a LongTensor
-        scores=_by_token([r.scores for r in requests], pad) if generation_config.output_scores else None,  # type: ignore[arg-type]
-        logits=_by_token([r.logits for r in requests], pad) if generation_config.output_logits else None,  # type: ignore[arg-type]
-    )
-
-
-def _by_token(rows: list[list[torch.Tensor]], pad: int) -> tuple[torch.Tensor, ...]:
-    """`[R, V]` of each new token from the logits `[V]` of each row's tokens."""
-    filler = torch.full_like(rows[0][0], -torch.inf)
-    if pad < len(filler):
-        filler[pad] = 0.0
-    return tuple(
-        torch.stack([row[token] if token < len(row) else filler for row in rows])
-        for token in range(max(map(len, rows)))
-    )
-
-
-def _pad_token(generation_config: GenerationConfig) -> int:
-    """The token after a text that has ended, as `generate` found it; end of text where there is none."""
-    for name in ("_pad_token_tensor", "_eos_token_tensor"):
-        token = getattr(generation_config, name, None)
-        if token is not None:
-            return int(token.flatten()[0])
-    return 0
-
-
-def _longest(
-    generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList, prompt_length: int
-) -> int | None:
-    """Where texts end at the latest: after one token, since criteria are checked behind it."""
-    lengths = [length for length in (generation_config.max_length, stopping_criteria.max_length) if length is not None]
-    return max(min(lengths), prompt_length + 1) if lengths else None
+    return model_kwargs | {keyword: DynamicCache(config=target.config.get_text_config(decoder=True))}
 
 
 def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor) -> bool:
@@ -316,15 +216,4 @@ def _drops(target: PreTrainedModel) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def report_quantized(target: PreTrainedModel, statistics: RunStatistics) -> None:
-    """Say once how a quantised target fares: its features drift from those the drafter was trained on."""
-    if getattr(target, "is_quantized", False) and statistics.rounds:
-        logger.warning_once(
-            "The target is quantised, so its hidden states differ from those the drafter was trained on; accepted length of "
-            f"this call: {statistics.acceptance_length:.2f} tokens a target forward."
-        )
-
-
-_KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
-
-__all__ = ["check_call", "check_inputs", "decode", "report_quantized", "why_not_packed"]
+__all__ = ["AssistedCall", "check_call", "check_inputs", "why_not_packed", "with_fresh_cache"]

@@ -1,4 +1,4 @@
-"""The drafter's context cache, and the one keyword that Transformers renamed.
+"""The drafter's context cache, and the ragged buffers under it.
 
 The cache holds keys and values of the *context* only (tokens that went through the target). Keys and values of a draft
 block are written behind the context so that attention reads one contiguous view, but the lengths never advance over
@@ -10,12 +10,6 @@ Shapes: `R` rows (requests), `C` new context positions, `K` block positions, `H`
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class WritePlan:
 
 
 class RaggedCache:
-    """Per-layer buffers `[slots, capacity, H, d]` with one length a row; rows join, leave and trade places.
+    """Per-layer buffers `[row slots, capacity, H, d]` with one length a row; rows join, leave and trade places.
 
     The rows in use are the first ones, so all that is read is a view. Buffers start at the size first needed and grow
     geometrically, never beyond `max_length`. They are made of zeros, because masked positions are multiplied by zero and
@@ -49,7 +43,7 @@ class RaggedCache:
         self.lengths: list[int] = [0] * num_rows
         self.max_length = max_length
         self.capacity = 0
-        self._slots = 0
+        self._num_row_slots = 0
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_row(self) -> int:
@@ -57,14 +51,14 @@ class RaggedCache:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def swap_rows(self, one: int, other: int) -> None:
+    def swap_rows(self, first: int, second: int) -> None:
         """Let two rows trade places."""
         self.reserve(self.capacity)  # a row that has only just joined has no place yet
-        longest = max(self.lengths[one], self.lengths[other])
+        longest = max(self.lengths[first], self.lengths[second])
         for buffers in self._buffers.values():
             for buffer in buffers:
-                buffer[[one, other], :longest] = buffer[[other, one], :longest]
-        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+                buffer[[first, second], :longest] = buffer[[second, first], :longest]
+        self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
 
     def drop_row(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -81,20 +75,20 @@ class RaggedCache:
     def reserve(self, num_positions: int) -> None:
         """Make room for every row and `num_positions` positions; what is stored stays."""
         rows = len(self.lengths)
-        if rows <= self._slots and num_positions <= self.capacity:
+        if rows <= self._num_row_slots and num_positions <= self.capacity:
             return
         if num_positions > self.capacity:
             spare = num_positions + num_positions // 4
             self.capacity = max(num_positions, spare if self.max_length is None else min(spare, self.max_length))
-        if rows > self._slots:
-            self._slots = max(rows, 2 * self._slots)
+        if rows > self._num_row_slots:
+            self._num_row_slots = max(rows, 2 * self._num_row_slots)
         for layer_idx, (keys, values) in self._buffers.items():
             self._buffers[layer_idx] = (self._grown(keys), self._grown(values))
 
     def buffers(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of a layer, made on first use like `keys` and `values` `[..., H, d]`."""
         if layer_idx not in self._buffers:
-            size = (self._slots, self.capacity)
+            size = (self._num_row_slots, self.capacity)
             self._buffers[layer_idx] = (
                 keys.new_zeros(*size, *keys.shape[-2:]),
                 values.new_zeros(*size, *values.shape[-2:]),
@@ -102,7 +96,7 @@ class RaggedCache:
         return self._buffers[layer_idx]
 
     def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
-        grown = buffer.new_zeros(self._slots, self.capacity, *buffer.shape[2:])
+        grown = buffer.new_zeros(self._num_row_slots, self.capacity, *buffer.shape[2:])
         grown[: buffer.shape[0], : buffer.shape[1]] = buffer
         return grown
 
@@ -167,55 +161,4 @@ class DSparkCache(RaggedCache):
         self._plan = None
 
 
-def fresh_target_cache(target: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict) -> dict:
-    """Keyword arguments in which a target cache that already holds tokens is replaced by an empty one.
-
-    The drafter needs the hidden states of all tokens, and Transformers' assisted loop runs the whole prompt whatever the
-    cache holds, so the prompt is computed again. The user's cache object is left as it is.
-
-    Raises:
-        ValueError: if the cached tokens are not part of `input_ids`.
-    """
-    keyword = cache_keyword()
-    cache = model_kwargs.get(keyword)
-    num_cached = 0 if cache is None else int(cache.get_seq_length())
-    if num_cached == 0:
-        return model_kwargs
-    attention_mask = model_kwargs.get("attention_mask")
-    longer_mask = attention_mask is not None and attention_mask.shape[1] > input_ids.shape[1]
-    if num_cached >= input_ids.shape[1] or longer_mask:
-        raise ValueError(
-            f"`{keyword}` holds {num_cached} tokens that are not in `input_ids` (shape {tuple(input_ids.shape)}), so a "
-            "DSpark drafter has no hidden states for them. Pass the whole sequence as `input_ids`."
-        )
-    logger.warning_once(
-        f"`{keyword}` holds a prefix of the prompt. A DSpark drafter needs the hidden states of that prefix, so the prompt "
-        "is computed again and the cache is left unused."
-    )
-    return model_kwargs | {keyword: DynamicCache(config=target.config.get_text_config(decoder=True))}
-
-
-def target_cache(model_kwargs: dict) -> object | None:
-    """The target's cache among the keyword arguments of a decoding method."""
-    return model_kwargs.get(cache_keyword())
-
-
-def loop_takes_embeddings() -> bool:
-    """Whether Transformers' assisted loop is right with `inputs_embeds` (it was not when the keyword had its old name)."""
-    return cache_keyword() == "cache"
-
-
-def cache_keyword() -> str:
-    """`cache` from Transformers 5.24 on, `past_key_values` before."""
-    return "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-
-
-__all__ = [
-    "DSparkCache",
-    "RaggedCache",
-    "WritePlan",
-    "cache_keyword",
-    "fresh_target_cache",
-    "loop_takes_embeddings",
-    "target_cache",
-]
+__all__ = ["DSparkCache", "RaggedCache", "WritePlan"]

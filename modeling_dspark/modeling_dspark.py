@@ -13,28 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from .configuration_dspark import DSparkConfig
-from .draft_propose import Proposal, propose
-from .engine_counts import RunStatistics
-from .engine_measure import profile
 from .fused_head import fusable
-from .generate_assisted import AssistedRun
-from .generate_call import check_call, check_inputs, decode, report_quantized, why_not_packed
 from .generate_dispatch import install_dispatcher
+from .generate_mixin import AssistantMixin
 from .model_backbone import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, attention_bias
-from .model_cache import DSparkCache, fresh_target_cache
+from .model_cache import DSparkCache
 from .model_heads import ConfidenceHead, MarkovHead
 from .model_loading import FILE_ARGUMENTS, load_strictly
-from .schedule_costs import CostProfile
-from .target_binding import TargetBinding
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -82,7 +72,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
 
-class DSparkModel(DSparkPreTrainedModel):
+class DSparkModel(AssistantMixin, DSparkPreTrainedModel):
     """
     A DSpark drafter for one target; pass it as `assistant_model` to the target's `generate`.
 
@@ -124,7 +114,6 @@ class DSparkModel(DSparkPreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.last_run: RunStatistics | None = None
         self.post_init()
         install_dispatcher()
 
@@ -152,9 +141,9 @@ class DSparkModel(DSparkPreTrainedModel):
             [`DSparkOutput`]: hidden states of the block positions.
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
-        rows, num_context = context.shape[:2]
+        num_rows, num_context = context.shape[:2]
         if cache is not None:
-            lengths = [num_context] * rows if context_lengths is None else context_lengths
+            lengths = [num_context] * num_rows if context_lengths is None else context_lengths
             plan = cache.begin(lengths, num_context, num_block=noise_embeds.shape[1], device=context.device)
             attention_mask = plan.mask
         mask = attention_bias(attention_mask, self.config._attn_implementation, noise_embeds.dtype)
@@ -224,114 +213,6 @@ class DSparkModel(DSparkPreTrainedModel):
         full[..., self.draft_token_ids] = logits
         return full
 
-    def bind(self, target: PreTrainedModel) -> TargetBinding:
-        """The target's embedding and LM head as this drafter uses them; made once a `generate` call.
-
-        Raises:
-            ValueError: if the target does not fit the drafter.
-        """
-        return TargetBinding(target, self.config, self.draft_token_ids)
-
-    def propose(self, binding: TargetBinding, features: torch.Tensor, **arguments: Any) -> Proposal:
-        """Draft one block for every row of `features`; arguments and result as in `draft_propose.propose`."""
-        return propose(self, binding, features, **arguments)
-
-    def profile(self, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
-        """What rounds cost on this machine with `target`: measured once (seconds, with a progress bar), then cached.
-
-        Args:
-            target ([`~transformers.PreTrainedModel`]): The target.
-            refresh (`bool`, *optional*, defaults to `False`): Measure again.
-
-        Returns:
-            [`CostProfile`]: with `save` and `load` for JSON.
-
-        Raises:
-            ValueError: if the target cannot be packed, or does not fit the drafter.
-        """
-        return profile(self, target, refresh=refresh)
-
-    def check_call(self, target: PreTrainedModel, mode: GenerationMode, generation_config: GenerationConfig) -> None:
-        """Called by the dispatcher before a `generate` call runs; see `generate_call.check_call`."""
-        check_call(self, target, mode, generation_config)
-
-    def serve(
-        self,
-        target: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        arguments: dict[str, Any],
-        keywords: dict[str, Any],
-        assisted: Callable[[AssistedRun, dict[str, Any]], Any],
-    ) -> Any:
-        """Called by the dispatcher when decoding starts: the output of `generate`.
-
-        Args:
-            target ([`~transformers.PreTrainedModel`]): The target.
-            input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts.
-            arguments (`dict`): What the decoding method was given, by name.
-            keywords (`dict`): Its keyword arguments as they came.
-            assisted (callable): Transformers' own loop with an [`AssistedRun`] and keyword arguments.
-        """
-        model_kwargs, settings = arguments.get("model_kwargs", {}), arguments["generation_config"]
-        processors, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
-        check_inputs(input_ids, model_kwargs, processors, synced_gpus=bool(arguments.get("synced_gpus")))
-        reason = why_not_packed(target, input_ids, settings, model_kwargs)
-        if reason is None:
-            return decode(
-                self,
-                target,
-                input_ids,
-                logits_processor=processors,
-                stopping_criteria=criteria,
-                generation_config=settings,
-                attention_mask=model_kwargs.get("attention_mask"),
-                streamer=arguments.get("streamer"),
-            )
-        if input_ids.shape[0] > 1:
-            raise ValueError(
-                f"This call cannot be decoded with a DSpark drafter as a batch of {input_ids.shape[0]}: {reason}. Call "
-                "`generate` for each prompt, or leave out `assistant_model`."
-            )
-        logger.warning_once(f"Transformers' own assisted loop serves this call, and not the packed one: {reason}.")
-        run = AssistedRun(self, target, settings, logits_processor=processors, stopping_criteria=criteria)
-        output = assisted(run, fresh_target_cache(target, input_ids, keywords))
-        report_quantized(target, run.candidate_generator.statistics)
-        return output
-
-    def decode(
-        self,
-        target: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """The packed loop as a decoding method: `target.generate(**inputs, custom_generate=drafter.decode)`.
-
-        Arguments are those that `generate` prepares; `generator` (`torch.Generator`, *optional*) can be given to `generate`.
-
-        Raises:
-            ValueError: for a call that the packed loop does not serve, with the reason.
-        """
-        mode = generation_config.get_generation_mode(self)
-        self.check_call(target, mode, generation_config)
-        check_inputs(input_ids, model_kwargs, logits_processor, synced_gpus=False)
-        if reason := why_not_packed(target, input_ids, generation_config, model_kwargs):
-            raise ValueError(f"`custom_generate=drafter.decode` does not serve this call: {reason}.")
-        return decode(
-            self,
-            target,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            attention_mask=model_kwargs.get("attention_mask"),
-            generator=generator,
-        )
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         r"""
@@ -343,7 +224,11 @@ class DSparkModel(DSparkPreTrainedModel):
         Raises:
             ValueError: if the checkpoint is not a DSpark drafter, or a tensor is missing, unexpected or mis-shaped.
         """
-        if cls.foreign_arguments is not None and kwargs.get("config") is None and pretrained_model_name_or_path is not None:
+        if (
+            cls.foreign_arguments is not None
+            and kwargs.get("config") is None
+            and pretrained_model_name_or_path is not None
+        ):
             where = {name: kwargs[name] for name in FILE_ARGUMENTS if name in kwargs}
             kwargs |= cls.foreign_arguments(cls, pretrained_model_name_or_path, where)
         return load_strictly(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)

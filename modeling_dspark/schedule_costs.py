@@ -1,12 +1,12 @@
 """What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
 
 `T(round) = T_draft(n) + s * T_position(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` positions and `B` verified
-tokens. Nothing is measured here; that is `engine_measure`.
+tokens. Nothing is measured here: `engine_measure` does that.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class Curve:
         values: list[Any] = [*self.counts, *self.seconds]
         if not all(isinstance(value, (int, float)) for value in values):
             raise ValueError(f"A cost curve is made of numbers, got {self.counts} and {self.seconds}.")
-        rising = all(one < other for one, other in zip(self.counts, self.counts[1:], strict=False))
-        falling = any(one > other for one, other in zip(self.seconds, self.seconds[1:], strict=False))
+        rising = all(left < right for left, right in zip(self.counts, self.counts[1:], strict=False))
+        falling = any(left > right for left, right in zip(self.seconds, self.seconds[1:], strict=False))
         if not 0 < len(self.counts) == len(self.seconds) or not rising or falling:
             raise ValueError(f"A cost curve needs rising counts and seconds, got {self.counts} and {self.seconds}.")
         if not all(0 < float(value) < float("inf") for value in self.seconds):
@@ -141,6 +141,20 @@ class CostProfile:
             drafting + self.verify(num_tokens) + accept(num_tokens) + self.seconds_per_context * context + processing
         )
 
+    def of_round(self, *, context: int, do_sample: bool) -> Callable[[float, int, int], float]:
+        """`round_seconds` of verified tokens, drafting rows and draft positions, with the rest of a round fixed."""
+
+        def seconds(num_tokens: float, num_drafting: int, num_draft_positions: int) -> float:
+            return self.round_seconds(
+                num_tokens,
+                num_drafting=num_drafting,
+                num_draft_positions=num_draft_positions,
+                context=context,
+                do_sample=do_sample,
+            )
+
+        return seconds
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
         path = Path(path)
@@ -189,6 +203,7 @@ class CostProfile:
     def _from_own(cls, fields: dict[str, Any]) -> "CostProfile":
         if fields.pop("format") != _FORMAT or fields.pop("version") != _VERSION:
             raise ValueError("another format or version")
+        fields = {_RENAMED.get(name, name): value for name, value in fields.items()}
         values: dict[str, Any] = {n: Curve(**v) if n in _CURVES else v for n, v in fields.items()}
         return cls(**values)
 
@@ -216,6 +231,7 @@ def _line(x: Sequence[float], y: Sequence[float], weights: Sequence[float], *, a
     return mean_y + slope * (at - mean_x)
 
 
+_RENAMED = {"slot": "position", "slot_sampled": "position_sampled"}  # in files of version 0.1
 _CURVES = ("verify", "draft", "draft_sampled", "position", "position_sampled", "accept", "accept_sampled")
 
 __all__ = ["CostProfile", "Curve"]

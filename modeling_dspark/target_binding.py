@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging, output_capturing
+from transformers.utils import logging
 
+from .compat_transformers import selects_hidden_states
 from .configuration_dspark import DSparkConfig
 
 
@@ -26,13 +27,8 @@ def hidden_state_indices(target_layer_ids: Sequence[int]) -> list[int]:
 
 
 def hidden_states_argument(target_layer_ids: Sequence[int]) -> bool | list[int]:
-    """What to pass as `output_hidden_states` so that the tapped states come out, and as few others as possible.
-
-    Transformers before 5.24 counts a selected index from the first layer's output, and so cannot select the embedding
-    output; there, all states are asked for.
-    """
-    can_select = getattr(output_capturing, "selected_hidden_states", None) is not None
-    return hidden_state_indices(target_layer_ids) if can_select else True
+    """What to pass as `output_hidden_states` so that the tapped states come out, and as few others as possible."""
+    return hidden_state_indices(target_layer_ids) if selects_hidden_states() else True
 
 
 def tapped_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Sequence[int]) -> torch.Tensor:
@@ -53,10 +49,10 @@ def input_device(target: PreTrainedModel) -> torch.device:
 
 
 def token_buckets(target: PreTrainedModel) -> Callable[[int], int]:
-    """The number of tokens for one forward, from the number that has to be in it; never falling.
+    """The next token count that the target runs efficiently, as a function of the count needed; never falling.
 
-    On a CPU, reduced precision is computed by kernels that oneDNN makes for each number of tokens when it first comes up,
-    which takes 5 to 30 ms of a round. So there had better be few numbers; a step of them is a quarter or less.
+    On a CPU, oneDNN makes a kernel for each new token count in reduced precision, which takes 5 to 30 ms of a round. Few
+    distinct counts avoid that; neighboring counts differ by a quarter at most.
     """
     prepares = input_device(target).type == "cpu" and target.dtype in (torch.bfloat16, torch.float16)
     return _few_counts if prepares else int
@@ -117,6 +113,7 @@ class TargetBinding:
 
     def __init__(self, target: PreTrainedModel, config: DSparkConfig, draft_token_ids: torch.Tensor | None = None):
         check_target(target, config)
+        self.target = target
         self.vocab_size = config.vocab_size
         self.embedding = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
@@ -144,8 +141,7 @@ class TargetBinding:
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits `[..., V]` of last hidden states `[..., D]` (after the final norm)."""
         weight = getattr(self.lm_head, "weight", hidden)
-        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits = self.lm_head(hidden.to(device=weight.device, dtype=dtype))
+        logits = self.lm_head(hidden.to(device=weight.device, dtype=logits_dtype(self.lm_head, hidden.dtype)))
         # Embedding rows beyond the vocabulary (padding for tensor cores) are no tokens.
         return self._finish(logits[..., : self.vocab_size]).to(hidden.device)
 
@@ -155,6 +151,12 @@ class TargetBinding:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+def logits_dtype(lm_head: nn.Module, hidden_dtype: torch.dtype) -> torch.dtype:
+    """The dtype an LM head computes in: that of its weight, or of the hidden states where the weight is quantised."""
+    weight = getattr(lm_head, "weight", None)
+    return weight.dtype if isinstance(weight, torch.Tensor) and weight.is_floating_point() else hidden_dtype
 
 
 def _logit_scale(text_config: Any) -> float:
@@ -189,6 +191,7 @@ __all__ = [
     "hidden_state_indices",
     "hidden_states_argument",
     "input_device",
+    "logits_dtype",
     "tapped_features",
     "token_buckets",
 ]

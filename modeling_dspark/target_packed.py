@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from .model_cache import cache_keyword
+from .compat_transformers import cache_keyword
+from .target_attention import attention_configs, packed_forward
 from .target_binding import hidden_states_argument, input_device, tapped_features
-from .target_packing import NotPackableError, PackedCache, PackedPlan, attention_configs, packed_forward
+from .target_packing import NotPackableError, PackedCache, PackedPlan
 
 
 _PROBE_ROWS = ([5, 7, 11, 13, 17], [19, 5, 3])  # token ids, taken modulo the vocabulary

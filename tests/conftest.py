@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modeling_dspark import CostProfile, DSparkModel, engine_measure
+from modeling_dspark import CostProfile, DSparkModel, engine_profile
 from modeling_dspark.schedule_costs import Curve
 
 
@@ -30,8 +30,8 @@ def fake_costs(monkeypatch, tmp_path):
     verify, draft = Curve([1, 101], [1.0, 3.0]), Curve([1, 33], [0.1, 0.2])
     position, accept = Curve([1], [0.005]), Curve([1], [0.02])
     costs = CostProfile(verify, 1e-6, draft, draft, position, position, accept, accept)
-    monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
-    monkeypatch.setattr(engine_measure, "costs_folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(engine_profile, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_profile, "costs_folder", lambda: tmp_path / "costs")
     return costs
 
 

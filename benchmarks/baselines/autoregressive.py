@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.draft_propose import argmax
+from modeling_dspark.draft_tokens import argmax
 from modeling_dspark.model_backbone import DSparkDecoderLayer, DSparkRMSNorm
 from modeling_dspark.model_cache import RaggedCache
 from modeling_dspark.target_binding import TargetBinding

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation import PromptLookupCandidateGenerator
 
 from modeling_dspark import DSparkModel, RunStatistics
-from modeling_dspark.draft_propose import argmax
+from modeling_dspark.draft_tokens import argmax
 from modeling_dspark.target_binding import TargetBinding
 from training.data.blocks import make_blocks
 from training.data.conversations import Conversation

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_measure
 from modeling_dspark.schedule_costs import Curve
-from modeling_dspark.schedule_policies import DraftSettings
+from modeling_dspark.schedule_settings import DraftSettings
 from modeling_dspark.target_packed import why_not_packable
 from tests.builders import FAMILIES, VOCAB, script_rows, tiny_drafter, varied_target
 from tests.generation.test_greedy_equality import HEADS

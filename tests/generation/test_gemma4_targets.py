@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_dspark import generate_call, modeling_dspark
-from modeling_dspark.model_cache import cache_keyword
+from modeling_dspark.compat_transformers import cache_keyword
 from tests.builders import GEMMA4_DRAFTER, script, script_rows, tiny_drafter, varied_target
 
 

@@ -11,16 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from modeling_dspark import Engine
-from modeling_dspark.model_cache import DSparkCache, RaggedCache, cache_keyword, loop_takes_embeddings
-from modeling_dspark.schedule_policies import DraftSettings
+from modeling_dspark.compat_transformers import cache_keyword, loop_takes_embeddings
+from modeling_dspark.model_cache import DSparkCache, RaggedCache
+from modeling_dspark.schedule_settings import DraftSettings
+from modeling_dspark.target_attention import packed_attention, packed_forward
 from modeling_dspark.target_packed import why_not_packable
-from modeling_dspark.target_packing import (
-    NotPackableError,
-    PackedCache,
-    PackedPlan,
-    packed_attention,
-    packed_forward,
-)
+from modeling_dspark.target_packing import NotPackableError, PackedCache, PackedPlan
 from tests.builders import FAMILIES, HYBRIDS, tiny_drafter, tiny_target
 from tests.generation.test_greedy_equality import PROMPT, scripted
 

@@ -14,20 +14,18 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, engine_measure
-from modeling_dspark.engine_measure import measure, profile, profile_key
+from modeling_dspark.engine_measure import measure
+from modeling_dspark.engine_profile import profile, profile_key
 from modeling_dspark.schedule_costs import Curve
 from modeling_dspark.schedule_gate import BlockLength, DraftGate, RequestEstimate
 from modeling_dspark.schedule_policies import (
     ConfidenceSchedule,
-    DraftSettings,
     FixedSchedule,
     LaggedThroughputSchedule,
     ThroughputSchedule,
     checked_lengths,
-    fallback_settings,
-    make_schedule,
-    resolve_settings,
 )
+from modeling_dspark.schedule_settings import DraftSettings, fallback_settings, make_schedule, resolve_settings
 from modeling_dspark.target_binding import token_buckets
 from tests.builders import tiny_drafter, tiny_target
 

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from scipy.stats import mannwhitneyu
 
 from modeling_dspark import Engine
-from modeling_dspark.schedule_policies import DraftSettings
+from modeling_dspark.schedule_settings import DraftSettings
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from training import evaluate as command
 from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of

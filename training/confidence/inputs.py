@@ -16,10 +16,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, set_seed
 
-from modeling_dspark import DSparkModel, RunStatistics
-from modeling_dspark.engine_drafts import Round
-from modeling_dspark.engine_loop import Engine
-from modeling_dspark.engine_request import Request
+from modeling_dspark import DSparkModel, EngineObserver, RunStatistics
+from modeling_dspark.draft_tokens import DraftBlock
+from modeling_dspark.engine_round import ScheduledDrafts
 from training.common.records import RecordFile
 from training.confidence.rounds import Prompt, judged, make_engine, record
 
@@ -27,20 +26,21 @@ from training.confidence.rounds import Prompt, judged, make_engine, record
 Positions = tuple[torch.Tensor, torch.Tensor]
 
 
-class Recorder:
+class Recorder(EngineObserver):
     """Inputs of the confidence head and outcomes, of the positions whose predecessors were accepted, by answer.
 
+    The engine that it observes verifies every block at full length.
+
     Args:
-        drafter ([`DSparkModel`]): The drafter that is watched.
-        engine ([`Engine`]): Its engine, which verifies every block at full length.
+        drafter ([`DSparkModel`]): The drafter.
     """
 
-    def __init__(self, drafter: DSparkModel, engine: Engine):
-        self._drafter, self._accept = drafter, engine.accept
+    def __init__(self, drafter: DSparkModel):
+        self._drafter = drafter
+        self._block: DraftBlock | None = None  # of this round
         self._positions: dict[
             int, list[Positions]
         ] = {}  # by the identity of an answer's statistics, which outlive this entry
-        engine.accept = self._watch  # type: ignore[method-assign,assignment]  # of this engine only
 
     def take(self, statistics: RunStatistics) -> Positions:
         """Inputs `[n, F]` in fp16 and outcomes `[n]` of an answer, once."""
@@ -49,22 +49,26 @@ class Recorder:
         inputs, outcomes = zip(none, *self._positions.pop(id(statistics), []), strict=True)
         return torch.cat(inputs), torch.cat(outcomes)
 
-    def _watch(self, active: list[Request], drafts: Round, *arguments: Any) -> list[Request]:
-        anchors = drafts.tokens[[request.row for request in drafts.drafting], 0]  # before rows move
-        finished = self._accept(active, drafts, *arguments)
-        if drafts.proposal is not None:
-            inputs = head_inputs(self._drafter, drafts.proposal.hidden_states, drafts.proposal.tokens, anchors)
-            for row, request in enumerate(drafts.drafting):
-                statistics = request.statistics
-                verified, accepted = judged(
-                    verified=statistics.verified[-1],
-                    accepted=statistics.accepted[-1],
-                    new_tokens=statistics.new_tokens[-1],
-                )
-                reached = min(accepted + 1, verified)
-                positions = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
-                self._positions.setdefault(id(statistics), []).append(positions)
-        return finished
+    def scored(self, block: DraftBlock) -> None:
+        """Keep what the heads read until the outcome is known."""
+        self._block = block
+
+    def settled(self, drafts: ScheduledDrafts) -> None:
+        """Record the positions of a round that drafted."""
+        block, self._block = self._block, None
+        if block is None or drafts.proposal is None:
+            return
+        inputs = head_inputs(self._drafter, block.hidden_states, drafts.proposal.tokens, block.anchors)
+        for row, request in enumerate(drafts.drafting):
+            statistics = request.statistics
+            verified, accepted = judged(
+                verified=statistics.verified[-1],
+                accepted=statistics.accepted[-1],
+                new_tokens=statistics.new_tokens[-1],
+            )
+            reached = min(accepted + 1, verified)
+            positions = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
+            self._positions.setdefault(id(statistics), []).append(positions)
 
 
 def head_inputs(
@@ -107,8 +111,8 @@ def record_positions(
     _check_prompts(file, path, prompts)
     pending = {prompt.index: prompt for prompt in prompts if prompt.index not in file.records}
     set_seed((seed * 1_000_003 + len(pending)) % 2**32)  # a resumed run draws other answers than it drew before
-    engine = make_engine(drafter, target, settings["temperature"])
-    recorder = Recorder(drafter, engine)
+    recorder = Recorder(drafter)
+    engine = make_engine(drafter, target, settings["temperature"], observer=recorder)
     sizes = {"max_new_tokens": settings["max_new_tokens"], "batch_size": batch_size}
     with file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
         bar.update(len(prompts) - len(pending))

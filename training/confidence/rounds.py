@@ -15,9 +15,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
-from modeling_dspark import DSparkModel, RunStatistics
+from modeling_dspark import DSparkModel, EngineObserver, RunStatistics
 from modeling_dspark.engine_loop import Engine
-from modeling_dspark.schedule_policies import DraftSettings
+from modeling_dspark.schedule_settings import DraftSettings
 from training.common.records import RecordFile
 from training.confidence.scaling import Rounds
 
@@ -33,7 +33,9 @@ class Prompt:
 Recorder = Callable[[Sequence[Prompt]], Iterator[tuple[int, RunStatistics]]]
 
 
-def make_engine(drafter: DSparkModel, target: PreTrainedModel, temperature: float) -> Engine:
+def make_engine(
+    drafter: DSparkModel, target: PreTrainedModel, temperature: float, *, observer: EngineObserver | None = None
+) -> Engine:
     """A decoding engine that verifies every block at full length and keeps the confidence logits, if there are any."""
     eos = target.generation_config.eos_token_id
     sampling = temperature > 0
@@ -45,6 +47,7 @@ def make_engine(drafter: DSparkModel, target: PreTrainedModel, temperature: floa
         logits_processor=LogitsProcessorList([TemperatureLogitsWarper(float(temperature))]) if sampling else None,
         eos_token_ids=[] if eos is None else list(eos) if isinstance(eos, list) else [eos],
         record_confidence=drafter.confidence_head is not None,
+        observer=observer,
     )
 
 

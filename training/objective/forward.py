@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from modeling_dspark import DSparkModel
-from modeling_dspark.draft_propose import state_before_positions
+from modeling_dspark.draft_propose import state_before_draft
 from modeling_dspark.target_binding import TargetBinding
 from training.data.blocks import Blocks, block_inputs, block_mask, block_positions, flex_block_mask
 
@@ -64,7 +64,7 @@ def forward_blocks(
     head = drafter.markov_head
     if head is not None:
         embedded = head.embed(blocks.previous).to(hidden.dtype)
-        latents, state = [], state_before_positions(drafter, block[:, :, 0], blocks.previous[:, :, 0])
+        latents, state = [], state_before_draft(drafter, block[:, :, 0], blocks.previous[:, :, 0])
         for position in range(hidden.shape[2]):
             step, state = head.step(embedded[:, :, position], hidden[:, :, position], state)
             latents.append(step)

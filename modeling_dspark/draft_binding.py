@@ -1,0 +1,62 @@
+"""A drafter bound to a target: what it borrows, and how its heads run. Both are decided here, once a call.
+
+Shapes: `V` vocabulary, `Vd` draft vocabulary.
+"""
+
+import os
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .fused_head import head_weights, why_not_fused
+from .model_protocol import Drafter
+from .target_binding import TargetBinding, logits_dtype
+
+
+logger = logging.get_logger(__name__)
+
+_VARIABLE = "DSPARK_FUSED_HEAD"
+
+
+class DraftBinding(TargetBinding):
+    """Embedding and LM head of the target, and the drafter's heads as one operation where they can be.
+
+    Args:
+        drafter ([`Drafter`]): The drafter.
+        target ([`~transformers.PreTrainedModel`]): Its target.
+        fused_head (`str`, *optional*):
+            What the heads run on: `"auto"`, `"cpu"`, `"cuda"`, `"nvrtc"` or `"torch"` (position by position). By default the
+            environment variable `DSPARK_FUSED_HEAD`, else `"auto"`.
+
+    Attributes:
+        heads (`dict`, *optional*): Weights for the fused operation; `None` where the heads run position by position.
+        backend (`str`): What the operation runs on.
+        reason (`str`, *optional*): Why the heads are not fused.
+
+    Raises:
+        ValueError: if the target does not fit the drafter, or `fused_head` is none of the choices.
+    """
+
+    def __init__(self, drafter: Drafter, target: PreTrainedModel, *, fused_head: str | None = None):
+        super().__init__(target, drafter.config, drafter.draft_token_ids)
+        self.drafter, self.backend = drafter, head_choice(fused_head)
+        self.reason = why_heads_are_not_fused(drafter, target, self.backend)
+        self.heads: dict[str, Any] | None = None if self.reason else head_weights(drafter)
+
+
+def why_heads_are_not_fused(drafter: Drafter, target: PreTrainedModel, choice: str) -> str | None:
+    """The reason for a pair, or `None`; dtypes that differ are worth a warning, since loading otherwise mends them."""
+    dtype = logits_dtype(target.get_output_embeddings(), drafter.dtype)
+    reason = why_not_fused(drafter, dtype, choice=choice)
+    if reason is not None and reason.startswith("it needs"):
+        logger.warning_once(f"The fused sequential head is not used, and drafting is a little slower: {reason}.")
+    return reason
+
+
+def head_choice(fused_head: str | None) -> str:
+    """What the heads are to run on: the argument, else the environment variable, else `"auto"`."""
+    return fused_head or os.environ.get(_VARIABLE) or "auto"
+
+
+__all__ = ["DraftBinding", "head_choice", "why_heads_are_not_fused"]
