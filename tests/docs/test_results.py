@@ -77,7 +77,7 @@ def test_the_calibration_is_the_one_that_is_described():
     assert mean <= 0.015
     fitted = json.loads((ROOT / "benchmarks" / "results" / "calibration.json").read_text())
     refitted = json.loads((ROOT / "benchmarks" / "results" / "refit_confidence.json").read_text())
-    losses = f"{refitted['loss_before']:.3f} nats a position before, {refitted['loss_after']:.3f}"
+    losses = f"{refitted['loss_before']:.3f} nats per position before, {refitted['loss_after']:.3f}"
     assert f"weight decay of {refitted['weight_decay']}: {losses}" in " ".join(table.split())
     assert f"{fitted['fitted']['ece']:.2%}".replace("%", " %") in table
     assert fitted["held_out"]["temperatures"] == calibration["temperatures"]
@@ -172,7 +172,7 @@ def test_quoted_longer_study_and_time():
     results, steps = report["results"], f"{report['steps']:,}"
     for table in (tau_table(results, "main"), margin_table(results), acceptance_table(results)):
         assert table in page
-    assert f"{kept_more(results)} more after {steps}" in page
+    assert f"{kept_more(results)} more after {steps}" in " ".join(page.split())
     epochs = 2 * report["steps"] / report["conversations"]
     assert f"({steps} steps, {epochs:.1f} epochs)" in page
     time = json.loads((folder / "study_time.json").read_text())
@@ -198,7 +198,8 @@ def test_quoted_study():
     tables += [table.partition("\n\n")[2] for table in confidence_tables(report["confidence"])]
     for table in tables:
         assert table in page
-    assert f"DSpark keeps {kept_more(results)} more drafts a round than DFlash after {report['steps']} steps" in page
+    text = " ".join(page.split())
+    assert f"DSpark keeps {kept_more(results)} more drafts per round than DFlash after {report['steps']} steps" in text
     conversations = f"{report['conversations']:,} conversations"
     for fact in (conversations, f"{report['steps']} steps", f"seed {report['seed']}", "12 prompts of each set"):
         assert fact in page
