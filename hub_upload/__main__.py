@@ -31,7 +31,7 @@ def card(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
     """Make the model card of a drafter, with its plots and .eval_results, out of reports and facts."""
-    from hub_upload.card.card import card_files, write_card
+    from hub_upload.card.render import card_files, write_card
 
     try:
         if dry_run:
@@ -62,8 +62,8 @@ def package(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their sizes; write nothing.")] = False,
 ) -> None:
     """Assemble a folder that AutoModel.from_pretrained(..., trust_remote_code=True) loads."""
-    from hub_upload.package.package import package as assemble
-    from hub_upload.package.package import planned
+    from hub_upload.package.assemble import package as assemble
+    from hub_upload.package.assemble import planned
 
     options: dict[str, Any] = {
         "reports": report,
@@ -150,8 +150,8 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
 ) -> None:
     """Convert a checkpoint between the formats that DSpark drafters are published in."""
-    from hub_upload.convert.convert import check_before, plan_conversion, plan_lines
-    from hub_upload.convert.convert import convert as write
+    from hub_upload.convert.plan import check_before, plan_conversion, plan_lines
+    from hub_upload.convert.plan import convert as write
 
     try:
         plan = plan_conversion(source, to, target=target, dtype=dtype)

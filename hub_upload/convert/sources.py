@@ -6,7 +6,7 @@ Only headers and small tensors are read here; the rest is streamed when it is wr
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from hub_upload.convert.streaming import rows_piece
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.formats.load import config_from, mismatches, read_config
 from modeling_dspark.formats.table import COPIES, DROPPED, detect
-from modeling_dspark.formats.tensors import DTYPES, StoredTensor, stored_tensors
+from modeling_dspark.formats.tensors import StoredTensor, stored_tensors
 
 
 CALIBRATION = "calibration.json"
@@ -194,8 +193,7 @@ def _matrix(
             f"The target `{target}` has a matrix of shape {list(tensor.shape)}, expected "
             f"[{config.vocab_size}, {config.hidden_size}]."
         )
-    rows = config.vocab_size  # rows beyond the vocabulary are padding
-    return tensor._replace(shape=(rows, tensor.shape[1]), stop=tensor.start + rows * tensor.row_bytes)
+    return replace(tensor, shape=(config.vocab_size, config.hidden_size))  # rows beyond the vocabulary are padding
 
 
 def check_copies(checkpoint: Checkpoint, target: Target) -> None:
@@ -211,9 +209,8 @@ def check_copies(checkpoint: Checkpoint, target: Target) -> None:
             continue
         rows = ids.tolist() if name == "lm_head.weight" and ids is not None else range(copy.shape[0])
         for first in range(0, copy.shape[0], _ROWS_AT_ONCE):
-            part = rows_piece(name, theirs, rows[first : first + _ROWS_AT_ONCE])
-            ours = copy.read(rows=(first, first + part.shape[0]))
-            original = torch.frombuffer(bytearray().join(part.chunks()), dtype=DTYPES[part.dtype]).reshape(part.shape)
+            part = rows[first : first + _ROWS_AT_ONCE]
+            ours, original = copy.read(range(first, first + len(part))), theirs.read(part)
             if not torch.equal(ours, original.to(ours.dtype)):
                 raise ValueError(
                     f"`{name}` of `{checkpoint.source}` is not that of the target `{target.name}`. A drafter borrows the "

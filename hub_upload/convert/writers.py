@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from hub_upload.convert.sources import Checkpoint, Target
-from hub_upload.convert.streaming import Piece, rows_piece, small_piece, stored_piece
+from hub_upload.convert.streaming import Piece, small_piece, stored_piece
 from modeling_dspark import DSparkConfig
 from modeling_dspark.formats.table import DEEPSPEC_ROWS, HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, SPECULATORS, Format
 from modeling_dspark.formats.translate import scales
@@ -189,9 +189,7 @@ def _own_pieces(checkpoint: Checkpoint) -> list[Piece]:
 
 
 def _head(target: Target, ids: torch.Tensor | None) -> Piece:
-    if ids is None:
-        return stored_piece("lm_head.weight", target.head)
-    return rows_piece("lm_head.weight", target.head, ids.tolist())
+    return stored_piece("lm_head.weight", target.head, None if ids is None else ids.tolist())
 
 
 def _general_notes(config: DSparkConfig, who: str) -> list[str]:

@@ -13,7 +13,7 @@ from hub_upload.hub.claims import Claims, claims_of_card, claims_of_report, cont
 from hub_upload.hub.push import PackageFile
 from hub_upload.package.contents import REQUIRED, foreign_files
 from hub_upload.package.manifest import MANIFEST, read_manifest
-from hub_upload.package.package import AUTO_MAP, custom_generate_file, remote_code_files
+from hub_upload.package.assemble import AUTO_MAP, custom_generate_file, remote_code_files
 from hub_upload.package.scan import scan
 from modeling_dspark import DSparkModel
 from training.data.features import fingerprint

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from hub_upload.card.card import CARD
+from hub_upload.card.render import CARD
 from hub_upload.card.facts import FACTS_FILE
 from hub_upload.card.inputs import WEIGHTS
 from hub_upload.convert.sources import CALIBRATION, open_checkpoint

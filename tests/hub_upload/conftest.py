@@ -5,7 +5,7 @@ import shutil
 import huggingface_hub
 import pytest
 
-from hub_upload.package.package import package
+from hub_upload.package import package
 from tests.builders import tiny_drafter, tiny_target
 from tests.hub_upload.hub_double import WRITER, HubDouble
 

@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.card import card
-from hub_upload.card.card import card_files, write_card
-from hub_upload.package.package import package
+from hub_upload.card import render
+from hub_upload.card.render import card_files, write_card
+from hub_upload.package import package
 from tests.builders import cache_with_kernels, tiny_target
 from tests.hub_upload.card_case import TEMPERATURES, evaluation, latency, make_drafter
 from training.common.tables import speed_tables
@@ -135,7 +135,7 @@ class TestNumbers:
 
     def test_a_number_planted_in_the_template_is_refused(self, folder, tmp_path, monkeypatch):
         template = tmp_path / "template.md"
-        monkeypatch.setattr(card, "_TEMPLATE", template)
+        monkeypatch.setattr(render, "_TEMPLATE", template)
         original = (ROOT / "hub_upload" / "templates" / "model_card.md").read_text()
         template.write_text(original)
         assert "## Results" in text_of(folder)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hub_upload.card.card import card_files, write_card
+from hub_upload.card.render import card_files, write_card
 from hub_upload.hub import verify, verify_command
 from hub_upload.hub.checks import Check, Report, check_card, check_weights, read_package
 from hub_upload.hub.subject import Subject

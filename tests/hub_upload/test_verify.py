@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hub_upload.__main__ import app
 from hub_upload.hub import verify as verify_module
 from hub_upload.hub.push import checked_files, push
-from hub_upload.package.package import package
+from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from tests.hub_upload.bigrams import NEW_TOKENS, SETS, card_of, count_rounds, make_pair
 from training.data.features import fingerprint

@@ -12,7 +12,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from hub_upload.card.facts import FACTS_FILE, stated
 from hub_upload.card.inputs import CardInputs, read_inputs
-from hub_upload.card.metadata import eval_results, metadata
+from hub_upload.card.header import eval_results, metadata
 from hub_upload.card.quotes import BLANK, check_quoted, slug
 from hub_upload.card.tables import TABLES
 from training.common.files import write_atomically

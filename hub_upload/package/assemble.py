@@ -14,7 +14,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_dspark
-from hub_upload.card.card import CARD, card_files, check_card
+from hub_upload.card.render import CARD, card_files, check_card
 from hub_upload.card.facts import FACTS_FILE, read_facts
 from hub_upload.card.inputs import WEIGHTS
 from hub_upload.package.checks import checked_config
