@@ -117,7 +117,6 @@ def verify(
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each set.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
     device: Annotated[str, typer.Option(help="Where both models run, in fp32, e.g. cuda.")] = "cpu",
-    report: Annotated[str | None, typer.Option(help="Report of training.evaluate that the card was made of.")] = None,
     accept_code: Annotated[
         str | None, typer.Option(help="Digest, as printed, of other code than the installed project's that may run.")
     ] = None,
@@ -125,14 +124,12 @@ def verify(
         bool, typer.Option("--dry-run", help="Check files, code, weights and card; load and decode nothing.")
     ] = False,
 ) -> None:
-    """Check a drafter against its card: files, code, weights, greedy text, accepted length. Exit status 1 if it fails."""
+    """Check a drafter: files, code, greedy text; print its acceptance length beside the card's. Exit status 1 if it fails."""
     from hub_upload.hub.verify import PROMPTS, Settings
     from hub_upload.hub.verify_command import run
 
     settings = Settings(target, prompts or str(PROMPTS), limit, max_new_tokens, device)
-    raise typer.Exit(
-        run(drafter, settings, revision=revision, report=report, accept_code=accept_code, dry_run=dry_run)
-    )
+    raise typer.Exit(run(drafter, settings, revision=revision, accept_code=accept_code, dry_run=dry_run))
 
 
 @app.command()

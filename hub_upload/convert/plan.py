@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hub_upload.convert.folders import check_output, write_folder
 from hub_upload.convert.sources import CALIBRATION, Checkpoint, Target, check_copies, open_checkpoint, open_target
 from hub_upload.convert.streaming import Piece, cast_piece, write_safetensors
 from hub_upload.convert.writers import WRITERS
-from hub_upload.package.folders import check_output, write_folder
 from modeling_dspark.formats.tensors import StoredTensor
 
 

@@ -106,7 +106,9 @@ def write_safetensors(path: Path, pieces: Iterable[Piece], advance: Callable[[in
 
 def _rank(piece: Piece) -> int:
     if piece.dtype not in DTYPES:
-        raise ValueError(f"The tensor `{piece.name}` has dtype {piece.dtype}; only {', '.join(DTYPES)} can be written.")
+        raise ValueError(
+            f"The tensor `{piece.name}` has dtype {piece.dtype}; only {', '.join(DTYPES)} can be written."
+        )
     return list(DTYPES).index(piece.dtype)
 
 

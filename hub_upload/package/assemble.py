@@ -14,12 +14,13 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_dspark
-from hub_upload.card.render import CARD, card_files, check_card
 from hub_upload.card.facts import FACTS_FILE, read_facts
+from hub_upload.card.header import CARD
 from hub_upload.card.inputs import WEIGHTS
+from hub_upload.card.render import card_files, check_card
+from hub_upload.convert.folders import check_output, write_folder
 from hub_upload.package.checks import checked_config
 from hub_upload.package.contents import is_package_file
-from hub_upload.package.folders import check_output, write_folder
 from hub_upload.package.manifest import write_manifest
 from hub_upload.package.scan import check_text
 from modeling_dspark import CostProfile

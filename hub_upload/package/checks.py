@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from hub_upload.card.render import CARD
 from hub_upload.card.facts import FACTS_FILE
+from hub_upload.card.header import CARD
 from hub_upload.card.inputs import WEIGHTS
 from hub_upload.convert.sources import CALIBRATION, open_checkpoint
 from hub_upload.package.scan import check_text

@@ -124,7 +124,6 @@ class TestNumbers:
             {"training": "On 1,000 conversations."},
             {"summary": "Twice as fast: x2.1."},
             {"limits": ["Up to \uff12 drafts."]},
-            {"summary": 'Of {{ config.at("hidden_size") }} channels.'},
         ],
         ids=lambda fields: str(*fields.values())[:20],
     )
@@ -150,6 +149,8 @@ class TestNumbers:
             ('{{ stated.quote("conversations") }}', "stated"),  # not a measurement: in `training` only
             ('{{ config.quote("block_size", "9>3") }}', "a form is like"),
             ('{{ config.quote("block_size") | replace("4", "9") }}', "replace"),
+            ('Of {{ config.at("hidden_size") }} channels.', r"nothing else of Jinja.*config\.at"),
+            ("{{ '9.9' }}", "nothing else of Jinja"),
             ("{{ confg }}", "confg"),
             ("{% if %}", "summary"),
             ("{{ config._data }}", "summary"),
@@ -159,6 +160,15 @@ class TestNumbers:
         set_fact(folder, summary=text)
         with pytest.raises(ValueError, match=match):
             card_files(folder, reports=reports(folder))
+
+    def test_a_report_of_an_earlier_release_makes_the_same_card(self, folder):
+        path, text = folder.parent / "greedy.json", text_of(folder)
+        report = path.read_text()
+        for name, old in {"acceptance_length": "accepted_length", "acceptance_rate_by_": "acceptance_by_"}.items():
+            assert name in report
+            report = report.replace(name, old)
+        path.write_text(report)
+        assert text_of(folder) == text
 
     def test_names_may_have_digits(self, folder):
         set_fact(
@@ -269,7 +279,7 @@ class TestMetadata:
             assert [(entry.dataset_id, entry.task_id) for entry in entries] == [("org/prompts", each) for each in sets]
             lengths = [part["acceptance"]["acceptance_length"] for part in sets.values()]
             assert [entry.value for entry in entries] == pytest.approx(lengths, abs=5e-5)
-            assert all("accepted length" in entry.notes for entry in entries)
+            assert all("acceptance length" in entry.notes for entry in entries)
         assert parse_eval_result_entries(yaml.safe_load(files[names[0]]))[0].date == "2026-11-30T10:00:00+00:00"
 
     def test_no_results_for_a_benchmark_of_others(self, folder):
@@ -296,11 +306,11 @@ class TestRefusals:
         ("content", "match"),
         [
             ("{", "cannot be read as JSON"),
-            ("[]", "no report"),
-            ('{"rounds": 1}', "no report"),
-            ('{"pooled": {}}', "no report that can be quoted"),
-            ('{"sections": [], "complete": true}', "not measured to its end"),
-            ('{"sections": [{}], "complete": false}', "not measured to its end"),
+            ("[]", "not a report"),
+            ('{"rounds": 1}', "not a report"),
+            ('{"pooled": {}}', "not a report that can be quoted"),
+            ('{"sections": [], "complete": true}', "was interrupted"),
+            ('{"sections": [{}], "complete": false}', "was interrupted"),
         ],
     )
     def test_files_that_are_no_reports(self, folder, content, match):
@@ -311,7 +321,7 @@ class TestRefusals:
     def test_two_reports_of_one_name(self, folder):
         (folder.parent / "again").mkdir()
         shutil.copy(folder.parent / "greedy.json", folder.parent / "again" / "Greedy.json")
-        with pytest.raises(ValueError, match=r"Greedy\.json.*another name"):
+        with pytest.raises(ValueError, match=r"Greedy\.json.*rename the file"):
             card_files(folder, reports=reports(folder, "greedy", "again/Greedy"))
 
     def test_missing_files(self, folder):
