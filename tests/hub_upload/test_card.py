@@ -184,19 +184,19 @@ class TestContent:
         text = text_of(folder)
         sections = [
             "Use",
-            "What it is",
+            "Architecture",
             "Results",
             "Calibration",
             "Training",
             "Limits",
             "Provenance",
-            "Licence",
+            "License",
             "Citation",
         ]
         assert re.findall(r"^## (.*)$", text, re.MULTILINE) == sections
         assert "On 12,345 conversations." in text
         assert "Made of 2 layers for tests." in text
-        for limit in ("Thinking mode.** Trained with thinking off.", "Chat template", "Quantised targets", "Sampling"):
+        for limit in ("Thinking mode.** Trained with thinking off.", "Chat template", "Quantized targets", "Sampling"):
             assert limit in text.split("## Limits")[1]
         assert "It has seen letters only." in text
         for part in ("A processor", "64 cores", "threads: 48", "float32", "Greedy", "batches of 6", "0123456789ab"):
@@ -472,5 +472,5 @@ class TestPackage:
         command = [sys.executable, "-I", "run.py"]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert "tokens a forward of the target" in result.stdout
+        assert "tokens per forward of the target" in result.stdout
         assert "calls 2" in result.stdout

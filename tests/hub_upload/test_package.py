@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.package import AUTO_MAP, package, planned, remote_code_files
+from hub_upload.package import package, remote_code_files
+from hub_upload.package.assemble import AUTO_MAP, planned
 from hub_upload.package.manifest import read_manifest
 from tests.builders import tiny_drafter, tiny_target
 
