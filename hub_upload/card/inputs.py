@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from hub_upload.card.facts import FACTS_FILE, Facts, read_facts
 from hub_upload.card.quotes import Source, read_source, slug
 from modeling_dspark import DSparkModel
+from modeling_dspark.formats.tensors import read_header
 from training.common.files import checksum
 from training.data.features import fingerprint
 from training.evaluation.report import EvalReport
@@ -135,12 +134,8 @@ def describe_weights(path: Path) -> Source:
     """
     if not path.is_file():
         raise ValueError(f"There are no weights `{path}`.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys() if name not in ("d2t", "t2d")]  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"`{path}` is corrupt or truncated: {error}.") from error
-    parameters = sum(math.prod(shape) for shape in shapes)
+    tensors = read_header(path)
+    parameters = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
     return Source(path.name, {"sha256": checksum(path), "bytes": path.stat().st_size, "parameters": parameters})
 
 

@@ -289,14 +289,14 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("name", "to", "part"),
         [
-            ("no-confidence", "deepspec", "SGLang serves it in `static` mode alone"),
+            ("no-confidence", "deepspec", "SGLang serves it in `static` mode only"),
             ("rank-0", "deepspec", "DeepSpec reads it"),
-            ("gated", "deepspec", "vLLM reads `vanilla` alone"),
+            ("gated", "deepspec", "vLLM reads only `vanilla`"),
             ("reduced", "deepspec", "vLLM reads that"),
             ("gated", "speculators", "calibration.json"),
         ],
     )
-    def test_what_the_readers_make_no_use_of_is_said_once(self, drafters, target, name, to, part):
+    def test_a_field_that_readers_ignore_is_noted_once(self, drafters, target, name, to, part):
         notes = plan_conversion(str(drafters(name)), to, target=target).notes
         assert len([note for note in notes if part in note]) == 1
 
@@ -316,7 +316,7 @@ class TestFolders:
         with pytest.raises(ValueError, match="notes.txt"):
             convert(plan, tmp_path / "out", overwrite=True)
         assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-        with pytest.raises(ValueError, match="inside the other"):
+        with pytest.raises(ValueError, match="inside of it"):
             convert(plan, drafters("vanilla") / "out")
         (tmp_path / "link").symlink_to(tmp_path / "out")
         with pytest.raises(ValueError, match="symbolic link"):
@@ -459,7 +459,7 @@ class TestCommandLine:
     def test_it_converts_and_says_what(self, drafters, target, tmp_path):
         result = self.run(drafters("gated"), tmp_path / "out", "--to", "deepspec", "--target", target)
         assert result.exit_code == 0, result.output
-        assert "vLLM reads `vanilla` alone" in result.output
+        assert "vLLM reads only `vanilla`" in result.output
         assert str(tmp_path / "out" / "model.safetensors") in result.output
 
     def test_a_dry_run_writes_nothing(self, drafters, target, tmp_path):

@@ -104,7 +104,7 @@ HOSTILE = {
     "outside": (shards("../1.safetensors"), r"outside of the checkpoint, \['\.\./1"),
     "twice": (shards(twice=True), "more than one of its files"),
     "no end of layers": (set_field("num_hidden_layers", 10**9), "there are 31 tensors in all"),
-    "overflow": (set_field("hidden_size", 10**15), "no tensors are of the sizes"),
+    "overflow": (set_field("hidden_size", 10**15), "no tensor can have the sizes"),
     "architectures": (set_field("architectures", [{}]), "not of the type expected"),
     "layer_types": (set_field("layer_types", 5), "not of the type expected"),
     "dtype": (set_field("dtype", "nope"), "not of the type expected"),
@@ -148,7 +148,7 @@ def test_a_draft_vocabulary_beyond_the_targets(tmp_path):
     [
         (lambda weights: weights.pop("norm.weight"), "missing: norm.weight"),
         (lambda weights: weights.update({"optimizer": torch.zeros(2)}), "unexpected: optimizer"),
-        (lambda weights: weights["norm.weight"].fill_(float("nan")), r"in `norm\.weight` that are no numbers"),
+        (lambda weights: weights["norm.weight"].fill_(float("nan")), r"in `norm\.weight` that are not numbers"),
     ],
 )
 def test_what_would_not_load_is_not_packaged(tmp_path, change, said):
