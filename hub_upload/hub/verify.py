@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hub_upload
+import training
 from hub_upload.card.header import greedy_lengths
 from hub_upload.card.quotes import slug
 from hub_upload.hub import verify_probe
@@ -28,7 +28,7 @@ from training.common.targets import load_tokenizer, resolve_target
 from training.evaluation.runs import PromptSet, plan_sets, read_sets
 
 
-PROMPTS = Path(hub_upload.__file__).parents[1] / "benchmarks" / "prompts_eval.jsonl"
+PROMPTS = Path(training.__file__).parent / "evaluation" / "prompts_eval.jsonl"
 _LONGEST_PROMPT = 512  # tokens
 
 
