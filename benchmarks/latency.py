@@ -20,6 +20,7 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.lib.breakdown import measure_breakdown
+from benchmarks.lib.closed_loop import fresh_costs
 from benchmarks.lib.latency_summary import DEFINITIONS, summarize_section, summarize_set
 from benchmarks.lib.machine import Machine
 from benchmarks.lib.measure import PROMPT_LOOKUP, Measurement, Methods, measure, warm_up
@@ -34,7 +35,7 @@ from benchmarks.lib.options import (
     positive_int,
     start,
 )
-from benchmarks.lib.pair import Pair, describe_drafter, load_pair, load_prompts, methods_of, target_label
+from benchmarks.lib.pair import Pair, code_of, describe_drafter, load_pair, load_prompts, methods_of, target_label
 from benchmarks.lib.report import latency_tables, partial_path, write_json
 from training.common.commands import exit_status
 
@@ -89,6 +90,7 @@ def measure_section(
     pair: Pair, prompts: Prompts, methods: Methods, *, options: argparse.Namespace, section: dict[str, Any]
 ) -> None:
     """Fill `section` with the sets of one thread count, set by set, so that an interrupted run keeps what is complete."""
+    fresh_costs(pair, [options.schedule], allow_busy=options.allow_busy)  # stored, for `generate` to find
     warm_up(pair.target, next(iter(prompts.values()))[0], methods)
     measurements: dict[str, list[Measurement]] = {}
     total = sum(map(len, prompts.values())) * options.repeats * len(methods)
@@ -111,14 +113,15 @@ def measure_section(
 
 
 def load(options: argparse.Namespace) -> tuple[Pair, Prompts, dict[str, dict[str, Any]]]:
-    """The models, prompts and methods; a short call of each method finds options that do not fit."""
+    """The models, prompts and methods."""
     records = load_prompts(options.prompts, options.per_set)  # before the models, which take longer
     pair = load_pair(options.target, options.drafter, options.dtype)
     prompts = {source: [pair.prompt_ids(record) for record in of_set] for source, of_set in records.items()}
     methods = methods_of(pair, options)
     if options.peer:
         methods[options.peer] = {"prompt_lookup_num_tokens": options.peer_tokens}
-    warm_up(pair.target, next(iter(prompts.values()))[0], methods, max_new_tokens=2)
+    if options.breakdown:
+        code_of(pair.drafter, "engine_observer")  # refuses drafters whose code has none, before anything takes time
     return pair, prompts, methods
 
 

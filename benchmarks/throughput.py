@@ -33,8 +33,8 @@ from benchmarks.lib.closed_loop import (
     Workload,
     check_policies,
     default_policies,
+    fresh_costs,
     make_engine,
-    needs_costs,
 )
 from benchmarks.lib.machine import Machine
 from benchmarks.lib.options import (
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> None:
     workload = Workload(
         load_prompt_ids(pair, options.prompts), max_new_tokens=options.max_new_tokens, seed=options.seed
     )
-    costs = drafter.profile(pair.target) if needs_costs(options.policies) else None
+    costs = fresh_costs(pair, options.policies, allow_busy=options.allow_busy)
     report = describe_run(pair, options, costs, machine)
     for concurrency in sorted(set(options.concurrency)):
         level = measure_level(pair, workload, options, concurrency=concurrency, costs=costs)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.lib.measure import ASSISTED, PLAIN, Methods, timed_call, warm_up
-from benchmarks.lib.pair import Pair, code_of
+from benchmarks.lib.pair import Pair
 
 
 Durations = dict[str, list[float]]
@@ -82,7 +82,6 @@ def measure_breakdown(
         `dict`: for both methods the rounds (target forwards after the prefill), the seconds before the first of them, and by
         part the milliseconds per round, the median milliseconds per call, and the share of the time after the prefill.
     """
-    code_of(pair.drafter, "engine_observer")  # refuses drafters whose code has none
     # The first call also probes whether the target can be packed, with forwards of its own.
     warm_up(pair.target, prompts[0], {name: methods[name] for name in (PLAIN, ASSISTED)}, max_new_tokens=2)
     report = {}

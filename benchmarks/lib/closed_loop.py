@@ -171,9 +171,23 @@ def check_policies(policies: Sequence[str], block_size: int) -> None:
         raise ValueError(f"`--policies` must hold {PLAIN!r}, the baseline of all ratios, got {list(policies)}.")
 
 
-def needs_costs(policies: Sequence[str]) -> bool:
-    """Whether one of the policies weighs measured costs."""
-    return any(policy.startswith("throughput") for policy in policies)
+def fresh_costs(pair: Pair, policies: Sequence[str | None], *, allow_busy: bool) -> Any:
+    """The cost profile for these policies, `None` if none of them weighs costs.
+
+    It is measured anew, since a stored profile may come from a busy machine; on a busy machine a stored one is as good.
+
+    Args:
+        pair ([`Pair`]): The models.
+        policies (`Sequence[str]`): Policies or schedules; `None` means the drafter's own.
+        allow_busy (`bool`): Whether the machine may be busy.
+    """
+    drafter: Any = pair.drafter
+    names = [policy or drafter.config.default_num_assistant_tokens_schedule for policy in policies]
+    if not any(name.startswith("throughput") for name in names):
+        return None
+    if code_of(drafter, "target_packed").why_not_packable(pair.target):
+        return None  # Transformers' own loop serves such a target, without costs
+    return drafter.profile(pair.target, refresh=not allow_busy)
 
 
 def settings_of(pair: Pair, policy: str) -> Any:
@@ -214,7 +228,7 @@ __all__ = [
     "check_policies",
     "counts_of",
     "default_policies",
+    "fresh_costs",
     "make_engine",
-    "needs_costs",
     "settings_of",
 ]
