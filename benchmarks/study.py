@@ -34,8 +34,8 @@ from training.common.environment import environment
 from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.data.conversations import Conversation
+from training.run.architectures import ARCHITECTURES
 from training.run.resuming import last_whole_checkpoint
-from training.train import ARCHITECTURES
 
 
 RECIPE: dict[str, Any] = {  # that of the shipped drafter, tuned with `dspark`

@@ -34,7 +34,7 @@ from modeling_dspark.draft_propose import propose
 from modeling_dspark.model_cache import DSparkCache
 from training.common.commands import exit_status
 from training.common.targets import EMBEDDED_TARGET, load_target
-from training.train import ARCHITECTURES
+from training.run.architectures import ARCHITECTURES
 
 
 DRAFTERS = ("dspark", "dspark-depth-5", "dspark-rnn", "dflash", "eagle", "mtp-1")

@@ -3,6 +3,7 @@
 Shapes: `...` any leading shape, `R` rows, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +18,15 @@ class Drafter(Protocol):
     """A drafter, as drafting, decoding and measuring use it."""
 
     config: DSparkConfig
-    norm: nn.Module
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
     d2t: torch.Tensor
     last_run: Any
+    __call__: Callable[..., Any]  # the backbone: `DSparkModel.forward`
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm of the backbone."""
 
     @property
     def device(self) -> torch.device:
@@ -34,9 +39,6 @@ class Drafter(Protocol):
     @property
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids `[Vd]` of a reduced draft vocabulary, or `None`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The backbone: `DSparkModel.forward`."""
 
     def extend_context(self, features: torch.Tensor, cache: DSparkCache, *, row: int) -> None:
         """Add target features to one row of the context without drafting."""

@@ -7,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_dspark import DSparkConfig, DSparkModel, fused_build
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
+from modeling_dspark.draft_propose import draft_tokens, encode_block, score_block
+from modeling_dspark.draft_tokens import DraftSampling
 from modeling_dspark.target_binding import tapped_features
 from training.run.initialization import set_draft_vocabulary
 
@@ -276,6 +278,14 @@ def script_rows(
 
     drafter.forward, drafter.head_step = forward, head_step
     return drafter
+
+
+def propose_with_block(binding, features, *, anchor_tokens, cache, num_tokens=None, sampling=None, **lengths):
+    """`propose`, and the block of hidden states and base logits that its tokens were chosen from."""
+    with torch.no_grad():
+        hidden = encode_block(binding, features, anchor_tokens=anchor_tokens, cache=cache, **lengths)
+        block = score_block(binding, hidden, anchor_tokens, num_tokens)
+        return block, draft_tokens(binding, block, sampling or DraftSampling())
 
 
 def cache_with_kernels(folder: Path) -> Path:

@@ -56,7 +56,7 @@ class EagleDrafter(DSparkModel):
         self.post_init()
 
     @torch.no_grad()
-    def start_in_proj(self) -> None:
+    def start_inputs(self) -> None:
         """Begin with the sum of both inputs, which a copied target layer knows better than a random mix."""
         identity = torch.eye(self.config.hidden_size)
         self.in_proj.weight.copy_(torch.cat([identity, identity], dim=1))

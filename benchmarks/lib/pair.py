@@ -20,8 +20,9 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.lib.measure import ASSISTED, PLAIN
 from benchmarks.lib.options import DEFAULT_DRAFTER, drafting_arguments
+from training.common.files import read_jsonl
 from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
-from training.regenerate import prompt_ids, read_jsonl
+from training.data.prompts import prompt_ids
 
 
 @dataclass(frozen=True)

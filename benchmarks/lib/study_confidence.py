@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from training.calibrate import CalibrateArguments, calibrate
 from training.common.files import read_jsonl, write_atomically
-from training.evaluate import EvaluateArguments, evaluate
+from training.confidence.calibration import CalibrateArguments, calibrate
+from training.evaluation.evaluation import EvaluateArguments, evaluate
 from training.evaluation.report import EvalReport
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.baselines.replay import replay, replay_prompt_lookup
 from modeling_dspark import RunStatistics
 from training.answers.arguments import RegenerateArguments
+from training.answers.regeneration import regenerate
 from training.common.files import read_jsonl, write_atomically
 from training.common.targets import load_tokenizer
 from training.data.conversations import Conversation
 from training.data.prompts import prompt_ids
 from training.evaluation.runs import read_sets
-from training.regenerate import regenerate
 
 
 def num_answers(prompts: str, answers: Sequence[str]) -> int:

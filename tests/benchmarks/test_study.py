@@ -11,7 +11,8 @@ from benchmarks import domain, study
 from benchmarks.lib import study_data, study_report
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
-from training.train import ARCHITECTURES, parse_arguments
+from training.run.architectures import ARCHITECTURES
+from training.run.options import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]

@@ -29,11 +29,11 @@ from modeling_dspark import Engine, RoundView, Schedule, draft_accept
 from modeling_dspark.schedule_costs import Curve
 from modeling_dspark.schedule_policies import (
     ConfidenceSchedule,
-    DraftSettings,
     FixedSchedule,
     LaggedThroughputSchedule,
     ThroughputSchedule,
 )
+from modeling_dspark.schedule_settings import DraftSettings
 from tests.builders import tiny_drafter, tiny_target
 from tests.generation.test_sampling_lossless import p_value
 from tests.modeling.test_scheduling import GlobalSchedule, PeekingSchedule

@@ -25,9 +25,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel, install_dispatcher, remove_dispatcher
+from modeling_dspark.compat_transformers import cache_keyword, loop_takes_embeddings
 from modeling_dspark.fused_backends import backend_for
-from modeling_dspark.model_cache import cache_keyword, loop_takes_embeddings
-from modeling_dspark.schedule_policies import resolve_settings
+from modeling_dspark.schedule_settings import resolve_settings
 from modeling_dspark.target_binding import tapped_features
 from tests.builders import cache_with_kernels, script, tiny_drafter, tiny_target
 from tests.generation.test_greedy_equality import PROMPT, assisted, check, plain, scripted

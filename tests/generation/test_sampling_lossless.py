@@ -26,6 +26,7 @@ from transformers import (
 
 from modeling_dspark.draft_accept import Acceptance, accept_sampled
 from modeling_dspark.draft_propose import propose
+from modeling_dspark.draft_tokens import DraftSampling
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import tapped_features
 from tests.builders import tiny_drafter, tiny_target
@@ -131,15 +132,17 @@ def _sampled_rows(target, drafter, processors, *, threshold, accept, num_rows):
         gather = (torch.tensor(cache.lengths)[:, None] + torch.arange(int(new.max()))).clamp(max=features.shape[1] - 1)
         before = prefixes(ids, lengths)
         proposal = propose(
-            drafter,
             binding,
             features[rows, gather],
             anchor_tokens=ids.gather(1, lengths[:, None] - 1).squeeze(1),
             cache=cache,
             context_lengths=new.tolist(),
-            do_sample=True,
-            logits_processor=processor
-            and (lambda drafts, logits, before=before: processor(torch.cat([before, drafts], dim=1), logits)),
+            sampling=DraftSampling(
+                do_sample=True,
+                processor=processor
+                and (lambda drafts, logits, before=before: processor(torch.cat([before, drafts], dim=1), logits)),
+                temperature=1.0 if processor is None else None,
+            ),
         )
         verified = (proposal.confidence >= threshold).int().cumprod(dim=-1).sum(dim=-1)
         trial = ids.clone()

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkModel
 from modeling_dspark.model_cache import DSparkCache
-from tests.builders import VOCAB, tiny_drafter, tiny_target
+from tests.builders import VOCAB, propose_with_block, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 
 
@@ -84,7 +84,7 @@ class TestSpeculatorsFixture:
         start = int((arrays["document_ids"][0] < arrays["document_ids"][0, anchor]).sum())
         features = arrays["hidden_states"][:, start:anchor]
         tokens = arrays["input_ids"][:, anchor]
-        return drafter.propose(drafter.bind(target), features, anchor_tokens=tokens, cache=DSparkCache())
+        return propose_with_block(drafter.bind(target), features, anchor_tokens=tokens, cache=DSparkCache())
 
     def test_layer_ids_are_ours(self, drafter):
         assert json.loads((SPECULATORS / "draft" / "config.json").read_text())["aux_hidden_state_layer_ids"] == [
@@ -98,13 +98,13 @@ class TestSpeculatorsFixture:
     @pytest.mark.parametrize("block", range(6))
     def test_blocks(self, golden_target, drafter, arrays, block):
         """Hidden states, base logits and the greedy chain of a block, then the heads with given tokens."""
-        proposal = self.propose(drafter, golden_target, arrays, block)
-        assert_close(proposal.hidden_states[0], arrays["hidden"][block], atol=2e-4, rtol=0)
-        assert_close(proposal.base_logits[0], arrays["base_logits"][block], atol=2e-4, rtol=0)
+        scored, proposal = self.propose(drafter, golden_target, arrays, block)
+        assert_close(scored.hidden_states[0], arrays["hidden"][block], atol=2e-4, rtol=0)
+        assert_close(scored.base_logits[0], arrays["base_logits"][block], atol=2e-4, rtol=0)
         assert torch.equal(proposal.tokens[0], arrays["chain.target_ids"][block])
         assert_close(proposal.confidence_logits[0], arrays["chain.conf"][block], atol=1e-4, rtol=0)
         previous = arrays["prev_token_ids"][block]
-        step = drafter.head_step(proposal.hidden_states[0], proposal.base_logits[0], previous)
+        step = drafter.head_step(scored.hidden_states[0], scored.base_logits[0], previous)
         assert_close(step.logits, arrays["final_logits"][block], atol=2e-4, rtol=0)
         assert_close(step.confidence_logits, arrays["confidence_logits"][block], atol=1e-4, rtol=0)
 
@@ -113,8 +113,8 @@ class TestSpeculatorsFixture:
         golden = json.loads((SPECULATORS / "golden.json").read_text())
         steps = []
         for block in range(6):
-            proposal = self.propose(drafter, golden_target, arrays, block)
-            hidden, base = proposal.hidden_states[0], proposal.base_logits[0]
+            scored, _ = self.propose(drafter, golden_target, arrays, block)
+            hidden, base = scored.hidden_states[0], scored.base_logits[0]
             steps.append(drafter.head_step(hidden, base, arrays["prev_token_ids"][block]))
         q = torch.stack([step.logits for step in steps]).log_softmax(-1)
         confidence = torch.stack([step.confidence_logits for step in steps])

@@ -142,10 +142,10 @@ class TestChoice:
 
             return maker
 
-        monkeypatch.setenv("DSPARK_FUSED_HEAD", choice)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(fused_backends, "_makers", {name: make(name) for name in ("cpu", "cuda", "nvrtc")})
-        return backend_for(torch.device(device)), backend_for(torch.device(device)), tried
+        first, again = (backend_for(torch.device(device), choice=choice) for _ in range(2))
+        return first, again, tried
 
     @pytest.mark.parametrize(
         ("choice", "device", "expected"),

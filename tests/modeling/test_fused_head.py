@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from transformers.utils import logging
 
-from modeling_dspark import draft_propose, fused_backends, fused_build
+from modeling_dspark import DraftSampling, draft_tokens, fused_backends, fused_build
 from modeling_dspark.draft_propose import propose
-from modeling_dspark.engine_measure import profile_key
+from modeling_dspark.engine_profile import profile_key
 from modeling_dspark.fused_backends import CpuBackend
 from modeling_dspark.fused_build import load_library
-from modeling_dspark.fused_head import BlockTokens, fusable_heads, fused_block
+from modeling_dspark.fused_head import BlockTokens, fused_block, why_not_fused
 from modeling_dspark.fused_launch import LaunchError
 from modeling_dspark.fused_torch import HeadInputs, head_in_torch, philox_uniform
 from modeling_dspark.model_cache import DSparkCache
@@ -291,15 +291,13 @@ class TestDraws:
 class TestOperation:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_pytorch_does_the_same(self, kind, dtype, monkeypatch, library):
+    def test_pytorch_does_the_same(self, kind, dtype, library):
         """fp32 tokens are equal; in reduced precision both hold to fp64 and to their own logits."""
         for temperature in (0.0, 1.0):
             heads, inputs = random_heads(kind, SHAPES[2], DTYPES[dtype], reduced=True)
             call = {"temperature": temperature, "seed": 11, "keep_logits": True}
             fused = fused_block(heads, *inputs, **call)
-            monkeypatch.setenv("DSPARK_FUSED_HEAD", "torch")
-            plain = fused_block(heads, *inputs, **call)
-            monkeypatch.delenv("DSPARK_FUSED_HEAD")
+            plain = fused_block(heads, *inputs, **call, backend="torch")
             if dtype == "fp32":
                 check(heads, inputs, plain, temperature=temperature)
                 assert torch.equal(fused.tokens, plain.tokens)
@@ -310,7 +308,7 @@ class TestOperation:
         heads, inputs = random_heads("gated", SHAPES[1], torch.float32)
         for keep_logits in (True, False):
             torch.library.opcheck(torch.ops.dspark.sequential_head.default, inputs, heads | {
-                "temperature": 1.0, "seed": 1, "keep_logits": keep_logits
+                "temperature": 1.0, "seed": 1, "keep_logits": keep_logits, "backend": "auto"
             }, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))  # fmt: skip
 
     def test_it_compiles_into_one_graph(self, library):
@@ -323,10 +321,18 @@ class TestOperation:
         torch.testing.assert_close(compiled(*inputs), block(*inputs))
 
     def test_a_wrong_choice_is_named(self, monkeypatch):
-        monkeypatch.setenv("DSPARK_FUSED_HEAD", "gpu")
+        choices = r"`fused_head`.*DSPARK_FUSED_HEAD.*'auto', 'cpu', 'cuda', 'nvrtc', 'torch'.*'gpu'"
         heads, inputs = random_heads("vanilla", SHAPES[1], torch.float32)
-        with pytest.raises(ValueError, match=r"DSPARK_FUSED_HEAD.*'auto', 'cpu', 'cuda', 'nvrtc', 'torch'.*'gpu'"):
-            fused_block(heads, *inputs)
+        with pytest.raises(ValueError, match=choices):
+            fused_block(heads, *inputs, backend="gpu")
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        with pytest.raises(ValueError, match=choices):
+            drafter.bind(target, fused_head="gpu")
+        monkeypatch.setenv("DSPARK_FUSED_HEAD", "gpu")
+        with pytest.raises(ValueError, match=choices):
+            drafter.bind(target)
+        assert drafter.bind(target, fused_head="torch").heads is None  # an argument wins
 
     @pytest.mark.parametrize(
         ("name", "change"),
@@ -344,13 +350,12 @@ class TestOperation:
         ids=lambda value: value if isinstance(value, str) else "",
     )
     @pytest.mark.parametrize("choice", ["auto", "torch"])
-    def test_what_would_be_read_beyond_its_end_is_refused(self, name, change, choice, monkeypatch):
-        monkeypatch.setenv("DSPARK_FUSED_HEAD", choice)
+    def test_what_would_be_read_beyond_its_end_is_refused(self, name, change, choice):
         heads, inputs = random_heads("rnn", SHAPES[2], torch.float32, reduced=True)
         named = dict(zip(("base_logits", "hidden", "anchors"), inputs, strict=True)) | heads
         with pytest.raises(ValueError, match=f"`{name}"):
             torch.ops.dspark.sequential_head(
-                **(named | {name: change(named[name])}), temperature=0.0, seed=0, keep_logits=False
+                **(named | {name: change(named[name])}), temperature=0.0, seed=0, keep_logits=False, backend=choice
             )
 
     def test_anchors_that_are_no_tokens_are_refused(self, library):
@@ -380,10 +385,9 @@ class TestOperation:
         assert not fused_block(heads, *inputs, keep_logits=True).logits.requires_grad
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-    def test_pytorch_draws_some_column_from_logits_that_are_no_numbers(self, value, monkeypatch):
-        monkeypatch.setenv("DSPARK_FUSED_HEAD", "torch")
+    def test_pytorch_draws_some_column_from_logits_that_are_no_numbers(self, value):
         heads, (base, hidden, anchors) = random_heads("vanilla", SHAPES[1], torch.float32)
-        block = fused_block(heads, base.fill_(value), hidden, anchors, temperature=0.7)
+        block = fused_block(heads, base.fill_(value), hidden, anchors, temperature=0.7, backend="torch")
         assert (block.columns < SHAPES[1][0]).all()
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -417,15 +421,14 @@ class TestOperation:
                 drafter.head_step = step
             cache = DSparkCache(num_rows=3)
             torch.manual_seed(3)
-            call = {"do_sample": temperature is not None, "temperature": temperature}
+            sampling = DraftSampling()
             if temperature is not None:
-                call["logits_processor"] = lambda _, logits: logits / temperature
-            return propose(
-                drafter, drafter.bind(target), features, anchor_tokens=torch.tensor([5, 6, 7]), cache=cache, **call
-            )
+                sampling = DraftSampling(True, lambda _, logits: logits / temperature, temperature=temperature)
+            anchors = torch.tensor([5, 6, 7])
+            return propose(drafter.bind(target), features, anchor_tokens=anchors, cache=cache, sampling=sampling)
 
         calls = []
-        monkeypatch.setattr(draft_propose, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        monkeypatch.setattr(draft_tokens, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
         fused, step = block(), drafter.head_step
         assert calls == [1]
         plain = block(lambda *args: step(*args))  # a user's own
@@ -440,21 +443,27 @@ class TestOperation:
 
     def test_heads_without_a_fused_form_go_position_by_position(self, library):
         target = tiny_target("llama")
-        logits = torch.zeros(1, 4, 61)
-        assert fusable_heads(tiny_drafter(target), logits) is not None
-        assert fusable_heads(tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False), logits) is None
-        assert fusable_heads(tiny_drafter(target), logits.double()) is None
+        drafter, bare = tiny_drafter(target), tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False)
+        assert why_not_fused(drafter, torch.float32) is None
+        assert why_not_fused(drafter, torch.float32, choice="torch") == "`fused_head='torch'`"
+        assert why_not_fused(bare, torch.float32) == "the drafter has no Markov head"
+        assert "in one dtype" in why_not_fused(drafter, torch.float64)
+        binding = drafter.bind(target)
+        assert (binding.reason, binding.heads["kind"]) == (None, "vanilla")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert "leave out autocast" in drafter.bind(target).reason
 
     def test_other_dtypes_go_position_by_position_and_say_so(self, monkeypatch, caplog):
         monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
         monkeypatch.setattr(fused_backends, "_made", {})
-        logging.get_logger("modeling_dspark.fused_head").warning_once.cache_clear()
-        assert fusable_heads(tiny_drafter(tiny_target("llama")), torch.zeros(1, 4, 61, dtype=torch.bfloat16)) is None
+        logging.get_logger("modeling_dspark.draft_binding").warning_once.cache_clear()
+        target = tiny_target("llama")
+        assert tiny_drafter(target).bind(target.to(torch.bfloat16)).heads is None
         assert "torch.bfloat16" in caplog.text
-        assert "Load both models with the same `dtype=`" in caplog.text
+        assert "load both models with the same `dtype=`" in caplog.text
 
     def test_heads_that_are_more_than_their_weights_go_position_by_position(self, library):
-        target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
+        target = tiny_target("llama")
 
         peft = pytest.importorskip("peft")
 
@@ -491,24 +500,24 @@ class TestOperation:
         )
         for change in changes:
             drafter = tiny_drafter(target)
-            assert fusable_heads(drafter, logits) is not None
+            assert drafter.bind(target).heads is not None
             change(drafter)
-            assert fusable_heads(drafter, logits) is None, change.__name__
+            assert drafter.bind(target).heads is None, change.__name__
 
     def test_hooks_on_all_modules_and_tokens_of_the_users_own_go_position_by_position(self, library):
         class OwnTokens(DSparkModel):
             def to_target_ids(self, draft_ids):
                 return draft_ids
 
-        target, logits = tiny_target("llama"), torch.zeros(1, 4, 61)
+        target = tiny_target("llama")
         drafter = tiny_drafter(target)
-        assert fusable_heads(OwnTokens(drafter.config), logits) is None
+        assert OwnTokens(drafter.config).bind(target).heads is None
         handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
         try:
-            assert fusable_heads(drafter, logits) is None
+            assert drafter.bind(target).heads is None
         finally:
             handle.remove()
-        assert fusable_heads(drafter, logits) is not None
+        assert drafter.bind(target).heads is not None
 
     def test_costs_hold_for_heads_as_they_are(self, library):
         """What was measured fused does not stand for heads position by position; for those, nothing is built."""
@@ -533,7 +542,7 @@ class TestOperation:
         target = tiny_target("llama", attn_implementation="eager")
         drafter = tiny_drafter(target)
         calls = []
-        monkeypatch.setattr(draft_propose, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
+        monkeypatch.setattr(draft_tokens, "fused_block", lambda *a, **k: calls.append(1) or fused_block(*a, **k))
         ours = {} if use_cache is None else {"output_attentions": True, "return_dict_in_generate": True}
         target.generate(torch.tensor([[3, 4, 5]]), assistant_model=drafter, max_new_tokens=8, **sampling, **ours)
         assert calls
@@ -544,8 +553,8 @@ class TestOperation:
         with torch.no_grad():
             drafter.markov_head.markov_w2.weight[7] = torch.nan
         features = torch.randn(2, 5, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
-        arguments = {"anchor_tokens": torch.tensor([5, 6]), "cache": DSparkCache(num_rows=2), "do_sample": True}
-        proposal = propose(drafter, drafter.bind(target), features, **arguments)
+        arguments = {"anchor_tokens": torch.tensor([5, 6]), "cache": DSparkCache(num_rows=2)}
+        proposal = propose(drafter.bind(target), features, **arguments, sampling=DraftSampling(do_sample=True))
         assert not proposal.tokens.any()
         assert (proposal.logits.softmax(-1)[..., 0] == 1).all()
 
@@ -560,8 +569,7 @@ class TestOperation:
                 ""
             )  # or Transformers would take its classes for the drafter's
             code = (tmp_path / name / "fused_head.py").read_text()
-            changed = code.replace("    keep_logits: bool,\n) ->", f"    keep_logits: bool,\n{argument}) ->")
-            changed = changed.replace("HeadInputs(**locals())", "HeadInputs(*list(locals().values())[:14])")
+            changed = code.replace("    backend: str,\n) ->", f"    backend: str,\n{argument}) ->")
             (tmp_path / name / "fused_head.py").write_text(changed)
             module = importlib.import_module(f"{name}.fused_head")
             assert torch.equal(module.fused_block(heads, *inputs).tokens, expected.tokens)

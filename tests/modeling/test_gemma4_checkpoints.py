@@ -17,7 +17,7 @@ from hub_upload.package.package import package
 from modeling_dspark import DSparkModel
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
 from modeling_dspark.model_cache import DSparkCache
-from tests.builders import cache_with_kernels, tiny_drafter, tiny_target
+from tests.builders import cache_with_kernels, propose_with_block, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 from training.data.blocks import make_blocks
 from training.objective.forward import forward_blocks
@@ -50,9 +50,9 @@ def test_rounds(drafter, target):
     binding, cache, done = drafter.bind(target), DSparkCache(), 0
     for index, (start, anchor) in enumerate([(7, 9), (11, 40)]):
         new, anchors = GOLDEN["features"][None, done:start], torch.tensor([anchor])
-        proposal = drafter.propose(binding, new, anchor_tokens=anchors, cache=cache)
-        assert_close(proposal.hidden_states[0], GOLDEN[f"round{index}.hidden"], atol=2e-5, rtol=0)
-        assert_close(proposal.base_logits[0], GOLDEN[f"round{index}.base"], atol=5e-5, rtol=0)
+        block, _ = propose_with_block(binding, new, anchor_tokens=anchors, cache=cache)
+        assert_close(block.hidden_states[0], GOLDEN[f"round{index}.hidden"], atol=2e-5, rtol=0)
+        assert_close(block.base_logits[0], GOLDEN[f"round{index}.base"], atol=5e-5, rtol=0)
         done = start
 
 

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import TargetBinding, tapped_features
+from tests.builders import propose_with_block
 from tests.conftest import FIXTURES
 from training.data.blocks import make_blocks
 from training.objective.forward import forward_blocks
@@ -50,25 +51,25 @@ def test_rounds(golden_target, golden_drafter, run):
         assert (start - done, cache.lengths[0]) == (round_["num_new_context"], round_["draft_cache_len_before"])
         anchor = torch.tensor([round_["anchor_token"]])
         new = features[:, done:start]
-        proposal = golden_drafter.propose(binding, new, anchor_tokens=anchor, cache=cache)
+        block, proposal = propose_with_block(binding, new, anchor_tokens=anchor, cache=cache)
         assert cache.lengths[0] == round_["draft_cache_len_after"]
         assert proposal.tokens[0].tolist() == round_["sampled_tokens"]
         expected = torch.tensor(round_["confidence_logits"])
         assert_close(proposal.confidence_logits[0], expected, atol=1e-4, rtol=0)
-        _check_arrays(golden_drafter, proposal, f"{run}.round{index}", round_["anchor_token"])
+        _check_arrays(golden_drafter, block, proposal, f"{run}.round{index}", round_["anchor_token"])
         if f"{run}.round{index}.ctx" in ARRAYS:
             assert_close(new[0], array(f"{run}.round{index}.ctx"), atol=2e-4, rtol=0)
         done = start
 
 
-def _check_arrays(drafter, proposal, key, anchor):
+def _check_arrays(drafter, block, proposal, key, anchor):
     if f"{key}.hidden" not in ARRAYS:
         return
-    assert_close(proposal.hidden_states[0], array(f"{key}.hidden"), atol=2e-4, rtol=0)
+    assert_close(block.hidden_states[0], array(f"{key}.hidden"), atol=2e-4, rtol=0)
     if f"{key}.base" in ARRAYS:
-        assert_close(proposal.base_logits[0], array(f"{key}.base"), atol=2e-4, rtol=0)
+        assert_close(block.base_logits[0], array(f"{key}.base"), atol=2e-4, rtol=0)
     previous = torch.cat([torch.tensor([anchor]), proposal.tokens[0, :-1]])
-    step = drafter.head_step(proposal.hidden_states[0], proposal.base_logits[0], previous)
+    step = drafter.head_step(block.hidden_states[0], block.base_logits[0], previous)
     assert_close(step.logits, array(f"{key}.corrected"), atol=2e-4, rtol=0)
 
 

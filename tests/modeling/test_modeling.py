@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from modeling_dspark import DSparkModel
+from modeling_dspark import DraftSampling, DSparkModel
 from modeling_dspark.draft_accept import accept_greedy
 from modeling_dspark.model_backbone import attention_bias, attention_for
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.model_heads import calibrated_confidence
 from modeling_dspark.target_binding import TargetBinding, hidden_state_indices, tapped_features
-from tests.builders import VOCAB, tiny_drafter, tiny_target
+from tests.builders import VOCAB, propose_with_block, tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
 from training.data.blocks import make_blocks
 from training.objective.forward import forward_blocks
@@ -140,8 +140,7 @@ class TestPrecision:
             context_of(target, drafter, [[5, 6]]),
             anchor_tokens=torch.tensor([7]),
             cache=DSparkCache(),
-            do_sample=True,
-            logits_processor=lambda _, scores: scores.bfloat16(),
+            sampling=DraftSampling(do_sample=True, processor=lambda _, scores: scores.bfloat16(), temperature=None),
         )
         assert proposal.logits.dtype == torch.float32
 
@@ -153,14 +152,14 @@ def test_attention_implementations_agree():
         drafter = tiny_drafter(target)
         drafter.set_attn_implementation(implementation)
         features = context_of(target, drafter, [[5, 6, 7, 8], [9, 10, 11, 12]])
-        proposal = drafter.propose(
+        block, _ = propose_with_block(
             drafter.bind(target),
             features,
             anchor_tokens=torch.tensor([4, 5]),
             cache=DSparkCache(2),
             context_lengths=[4, 2],
         )
-        results.append(proposal.base_logits)
+        results.append(block.base_logits)
     assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
@@ -195,12 +194,16 @@ def test_ragged_rows_equal_single_rows(fields):
         counts = [min(count, 39 - begin) for begin, count in zip(start, counts, strict=True)]
         ends = [begin + count for begin, count in zip(start, counts, strict=True)]
         anchors = texts[torch.arange(5), torch.tensor(ends)]
-        ragged = drafter.propose(binding, padded, anchor_tokens=anchors, cache=together, context_lengths=counts)
+        ragged, drafts = propose_with_block(
+            binding, padded, anchor_tokens=anchors, cache=together, context_lengths=counts
+        )
         for row in range(5):
             new = features[row : row + 1, start[row] : ends[row]]
-            single = drafter.propose(binding, new, anchor_tokens=anchors[row : row + 1], cache=alone[row])
+            single, alone_drafts = propose_with_block(
+                binding, new, anchor_tokens=anchors[row : row + 1], cache=alone[row]
+            )
             assert_close(ragged.base_logits[row], single.base_logits[0], atol=1e-4, rtol=1e-4)
-            assert ragged.tokens[row].tolist() == single.tokens[0].tolist()
+            assert drafts.tokens[row].tolist() == alone_drafts.tokens[0].tolist()
         start = ends
         assert together.lengths == ends
 
@@ -224,7 +227,9 @@ def test_packed_training_blocks_equal_decoded_blocks():
         packed = forward_blocks(drafter, binding, blocks, input_ids=ids, features=features)
     hidden = packed.hidden.view(3, 4, -1)
     for index, anchor in enumerate(anchors[0].tolist()):
-        single = drafter.propose(binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache())
+        single, _ = propose_with_block(
+            binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache()
+        )
         assert_close(hidden[index], single.hidden_states[0], atol=1e-5, rtol=1e-5)
 
 
@@ -297,13 +302,13 @@ class TestHeads:
                     features,
                     anchor_tokens=torch.tensor([8]),
                     cache=DSparkCache(),
-                    logits_processor=processor,
+                    sampling=DraftSampling(processor=processor, temperature=None),
                 )
             )
-        one, other = results
-        assert one.tokens[0, 2] != other.tokens[0, 2]
-        assert torch.equal(one.confidence_logits[:, :3], other.confidence_logits[:, :3])
-        assert not torch.equal(one.confidence_logits[:, 3:], other.confidence_logits[:, 3:])
+        first, second = results
+        assert first.tokens[0, 2] != second.tokens[0, 2]
+        assert torch.equal(first.confidence_logits[:, :3], second.confidence_logits[:, :3])
+        assert not torch.equal(first.confidence_logits[:, 3:], second.confidence_logits[:, 3:])
 
     def test_temperatures(self):
         logits = torch.tensor([[2.0, -1.0, 0.5]])

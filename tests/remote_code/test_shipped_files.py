@@ -18,7 +18,14 @@ from hub_upload.package.package import remote_code_files
 
 FOLDER = Path(modeling_dspark.__file__).parent
 SHIPPED = sorted(path for path in FOLDER.glob("*.py") if path.name != "__init__.py")
-ALLOWED = {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "tqdm"}  # what Transformers itself requires
+ALLOWED = {
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "tqdm",
+}  # what Transformers itself requires
 
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 
@@ -52,7 +59,13 @@ def test_modeling_dspark_reaches_every_file():
 
 def test_folder_holds_nothing_that_would_be_left_behind():
     others = {path.name for path in FOLDER.iterdir() if path.name != "__pycache__"} - {path.name for path in SHIPPED}
-    assert others == {"__init__.py", "py.typed", "custom_generate", "formats", "kernels"}  # kernels are shipped as text
+    assert others == {
+        "__init__.py",
+        "py.typed",
+        "custom_generate",
+        "formats",
+        "kernels",
+    }  # kernels are shipped as text
 
 
 @shipped
