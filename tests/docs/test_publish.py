@@ -15,11 +15,11 @@ PAGE = ROOT / "docs" / "guides" / "publish.md"
 def test_push_as_the_page_says(hub, packaged, tmp_path, monkeypatch):  # noqa: F811
     packaged.rename((tmp_path / "build").mkdir() or tmp_path / "build" / "my-drafter")
     monkeypatch.chdir(tmp_path)
-    commands = [command for command in commands_of(PAGE) if "hub_upload push" in command]
+    commands = [command for command in commands_of(PAGE) if command.startswith("dspark push")]
     assert len(commands) == 2
     outputs = []
     for command in commands:
-        result = CliRunner().invoke(app, shlex.split(command)[3:])
+        result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, result.output
         outputs.append((result.stdout, list(hub.requests)))
     assert outputs[0][1] == []  # the dry run

@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 import typer
 from transformers import HfArgumentParser
+from typer.testing import CliRunner
 
+import dspark
 import modeling_dspark
-from hub_upload.package.package import package
+from hub_upload.__main__ import app
 from modeling_dspark import DSparkConfig, DSparkModel, Engine
 from modeling_dspark.configuration_dspark import SCHEDULES
 from tests.builders import cache_with_kernels
@@ -95,13 +97,22 @@ def check_command(command: str) -> None:
         targets = [word for word in words[1:] if "=" not in word]
         known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(targets) <= set(known), f"`{command}`: the Makefile has {known}"
+    elif words[:1] == ["dspark"]:
+        verb, *arguments = words[1:]
+        if verb in dspark.VERBS:
+            module = dspark.VERBS[verb][0].removesuffix(".__main__")
+            check_module(module, [verb, *arguments] if module == "hub_upload" else arguments)
+        else:
+            assert (verb, arguments) == ("recipes", []), f"`{command}`: `dspark` has no verb `{verb}`"
     elif words[:2] == ["python", "-m"]:
         check_module(words[2], words[3:])
+    elif words[:2] == ["accelerate", "launch"]:
+        check_command(shlex.join([*words[words.index("-m") + 1 :], "--use-cpu", "true"]))  # recipes are for GPUs
 
 
 def check_module(name: str, arguments: list[str]) -> None:
     if name == "hub_upload":
-        group = typer.main.get_command(importlib.import_module("hub_upload.__main__").app)
+        group = typer.main.get_command(app)
         group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
         return
     module = importlib.import_module(name)
@@ -118,7 +129,8 @@ def check_module(name: str, arguments: list[str]) -> None:
 def workspace(tmp_path_factory):
     """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
     folder = tmp_path_factory.mktemp("docs")
-    package(DRAFTER, folder / "build" / DRAFTER.name)
+    result = CliRunner().invoke(app, ["package", str(DRAFTER), str(folder / "build" / DRAFTER.name)])
+    assert result.exit_code == 0, result.output
     return folder
 
 
@@ -169,19 +181,21 @@ def test_commands_exist(page, monkeypatch):
     "command",
     [
         "make no-such-target",
-        "python -m training.train --config training/configs/smollm2-135m.yaml --no_such_flag 1",
-        "python -m training.regenerate --prompts a --output b --no_such_flag 1",
-        "python -m training.calibrate --drafter a --prompts b --output c --no_such_flag 1",
-        "python -m training.refit_confidence --drafter a --prompts b",
-        "python -m training.evaluate --drafter a --prompts b --thresholds high",
+        "dspark train --config training/configs/smollm2-135m.yaml --no-such-flag 1",
+        "dspark regenerate --prompts a --output b --no-such-flag 1",
+        "dspark calibrate --drafter a --prompts b --output c --no-such-flag 1",
+        "dspark refit-confidence --drafter a --prompts b",
+        "dspark evaluate --drafter a --prompts b --thresholds high",
         "python -m benchmarks.throughput --no-such-flag",
         "python -m benchmarks.profile --plot",
         "python -m benchmarks.memory --batch-sizes none",
-        "python -m hub_upload package only-one-argument",
-        "python -m hub_upload convert without --a-format",
-        "python -m hub_upload card a --no-such-flag",
-        "python -m hub_upload push build/my-drafter my-org/my-drafter --token abc",
-        "python -m hub_upload verify without-a-target",
+        "dspark package only-one-argument",
+        "dspark convert without --a-format",
+        "dspark card a --no-such-flag",
+        "dspark push build/my-drafter my-org/my-drafter --token abc",
+        "dspark verify without-a-target",
+        "dspark no-such-verb",
+        "accelerate launch --config_file a.yaml -m dspark train --no-such-flag 1",
         "python -m training.no_such_module",
     ],
 )
@@ -199,43 +213,6 @@ def test_docstring_examples_run(documented):
         runner.run(example, out=report.append)
     assert runner.tries > 0
     assert runner.failures == 0, "".join(report)
-
-
-def test_readme_names_every_file():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    folders = [ROOT / name for name in ("modeling_dspark", "training", "hub_upload")]
-    files = [path.name for folder in folders for path in folder.glob("*.py") if not path.stem.startswith("__")]
-    assert [name for name in files if name not in readme] == []
-    named = re.findall(r"^    (\w+\.py) ", readme, re.MULTILINE)
-    folders.append(ROOT / "benchmarks")
-    assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
-
-
-def data_path() -> list[str]:
-    """The files of `modeling_dspark/` in the order that import-linter holds."""
-    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split('containers = ["modeling_dspark"]')[1]
-    return re.findall(r'^    "(\w+)",$', contract.split("]")[0], re.MULTILINE)[::-1]
-
-
-@pytest.mark.parametrize(
-    ("page", "row"),
-    [("README.md", r"^    (\w+dspark)\.py "), ("docs/data-path.md", r"^\| `(\w+dspark)\.py` \|")],
-    ids=["README.md", "data-path.md"],
-)
-def test_pages_list_the_data_path_in_its_order(page, row):
-    assert re.findall(row, (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) == data_path()
-
-
-def test_contributing_names_the_data_path_in_its_order():
-    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
-    names = [name.removesuffix("_dspark").replace("_", " ") for name in data_path()]
-    assert f"comes after it: {', '.join(names[:-1])}, modeling." in text
-
-
-def test_readme_names_every_command_of_the_benchmarks():
-    commands = [path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The files")[1]
-    assert [name for name in commands if f"    {name} " not in tree] == []
 
 
 def test_api_page_names_what_is_public():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from modeling_dspark import generate_mixin
 from modeling_dspark.compat_transformers import cache_keyword
 from modeling_dspark.generate_call import AssistedCall, why_not_packed
 from tests.builders import GEMMA4_DRAFTER, script, script_rows, tiny_drafter, varied_target
