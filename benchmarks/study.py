@@ -116,7 +116,10 @@ def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: 
     flags: list[str] = []
     for name, value in recipe.items():
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{name.replace('_', '-')}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+        flags += [
+            f"--{name.replace('_', '-')}",
+            *(str(item).lower() if isinstance(item, bool) else str(item) for item in values),
+        ]
     return flags
 
 
