@@ -129,7 +129,7 @@ def check_module(name: str, arguments: list[str]) -> None:
 def workspace(tmp_path_factory):
     """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
     folder = tmp_path_factory.mktemp("docs")
-    result = CliRunner().invoke(app, ["package", str(DRAFTER), str(folder / "build" / DRAFTER.name)])
+    result = CliRunner().invoke(app, ["package", str(DRAFTER), str(folder / "build" / DRAFTER.name), "--no-card"])
     assert result.exit_code == 0, result.output
     return folder
 
