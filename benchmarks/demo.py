@@ -1,13 +1,13 @@
-"""Show a DSpark drafter at work: streamed text, speed against plain decoding, acceptance, and whether the text is the same.
+"""Show a DSpark drafter at work: streamed text, speed against plain decoding, acceptance, and a comparison of the texts.
 
     python -m benchmarks.demo
     python -m benchmarks.demo --prompt "Write a haiku about rain." --max-new-tokens 64 --repeats 3
     python -m benchmarks.demo --dtype float32
     python -m benchmarks.demo --target my-org/my-model --drafter build/my-drafter --threads 4
 
-Each prompt is answered once with the text streamed, then by plain and by assisted decoding, in turns and in the same
-process, and timed. Decoding is greedy: in float32 both texts are equal token for token; in bfloat16 a near-tie of two
-tokens may fall either way, and the demo says where and how close it was. Ctrl-C stops and sums up what is known.
+The demo streams an answer to each prompt, then times plain and assisted decoding in turns in the same process. Decoding
+is greedy: in float32 both texts are equal token for token; in bfloat16 a near-tie of two tokens may fall either way, and
+the demo shows where and how close it was. Ctrl-C stops and sums up the prompts so far.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import TextStreamer, set_seed
+from transformers import TextStreamer
 
-from benchmarks.lib.environment import environment, free_cores
+from benchmarks.lib.machine import Machine
 from benchmarks.lib.measure import (
     ASSISTED,
     PLAIN,
@@ -32,9 +32,9 @@ from benchmarks.lib.measure import (
     pooled_run,
     warm_up,
 )
-from benchmarks.lib.pair import Pair, add_pair_options, load_pair, methods_of, positive_int, target_label
+from benchmarks.lib.options import CommandParser, add_drafting_options, add_model_options, positive_int
+from benchmarks.lib.pair import Pair, load_pair, methods_of, target_label
 from benchmarks.lib.report import by_position, markdown_table, verdict
-from training.common.commands import HelpFormatter
 
 
 PROMPTS = (
@@ -49,7 +49,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo knows about one prompt."""
+    """The results of one prompt."""
 
     name: str
     measurement: Measurement
@@ -58,22 +58,21 @@ class Result:
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.demo", description=__doc__, formatter_class=HelpFormatter)
-    add_pair_options(parser)
+    parser = CommandParser("demo", __doc__)
+    add_model_options(parser)
+    add_drafting_options(parser)
     group = parser.add_argument_group("what to run")
     group.add_argument(
         "--prompt", action="append", metavar="TEXT", help="a prompt, instead of the six built-in ones; may be repeated"
     )
-    group.add_argument("--max-new-tokens", type=positive_int, default=96, help="longest answer")
+    group.add_argument("--max-new-tokens", type=positive_int, default=96, help="length limit of an answer")
     group.add_argument("--repeats", type=positive_int, default=1, help="timed runs of each method; medians are shown")
-    group.add_argument(
-        "--threads", type=positive_int, metavar="N", help="CPU threads (default: one for each core that is free)"
-    )
+    group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: one per free core)")
     group.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="seed of the process, and which method is timed first (even: plain); greedy decoding draws no numbers",
+        help="which method is timed first (even: plain); greedy decoding draws no numbers",
     )
     return parser.parse_args(argv)
 
@@ -81,7 +80,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 def show_prompt(
     pair: Pair, methods: Methods, prompt: tuple[str, str], *, options: argparse.Namespace, first: int
 ) -> Result:
-    """Stream one answer with the drafter, then time all methods on the prompt."""
+    """Stream one answer with the drafter, then time both methods on the prompt."""
     name, text = prompt
     ids = pair.prompt_ids({"turns": [text]})
     streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -115,7 +114,7 @@ def describe(result: Result, dtype: str) -> str:
     return "\n".join(
         [
             f"  speed       plain {speeds[0]:.1f}, assisted {speeds[1]:.1f} tokens/s: {measurement.ratio():.2f}x",
-            f"  tau         {run.acceptance_length:.2f} tokens a target forward (bonus token counted)",
+            f"  tau         {run.acceptance_length:.2f} tokens per target forward (bonus token counted)",
             f"  acceptance  {by_position(run.acceptance_rate_by_position, run.tried_by_position)}   (by draft position)",
             f"  output      {verdict(result.difference, len(measurement.tokens(PLAIN)), dtype)}",
         ]
@@ -123,7 +122,7 @@ def describe(result: Result, dtype: str) -> str:
 
 
 def summary(results: list[Result], options: argparse.Namespace) -> str:
-    """The table over all prompts, and what is pooled over them."""
+    """The table over all prompts, and figures pooled over them."""
     if not results:
         return "Nothing was measured."
     rows = [_row(result) for result in results]
@@ -145,9 +144,9 @@ def summary(results: list[Result], options: argparse.Namespace) -> str:
 def _pooled_verdict(differences: list[Difference | None], dtype: str) -> str:
     line = f"identical outputs: {differences.count(None)} of {len(differences)} ({dtype})"
     steps = [
-        found.logit_gap / found.dtype_step
-        for found in differences
-        if found is not None and found.logit_gap is not None
+        difference.logit_gap / difference.dtype_step
+        for difference in differences
+        if difference is not None and difference.logit_gap is not None
     ]
     if steps and dtype != "float32":
         line += (
@@ -171,14 +170,16 @@ def _row(result: Result) -> list[str]:
 
 
 def start(options: argparse.Namespace, prompts: list[tuple[str, str]]) -> tuple[Pair, dict[str, dict[str, Any]]]:
-    """Load both models, say what runs on what, and warm up (which also finds options that do not fit)."""
-    set_seed(options.seed)
-    torch.set_num_threads(options.threads or free_cores())
+    """Load both models, print the conditions, and warm up, which also finds options that do not fit."""
+    machine = Machine(allow_busy=True)
+    torch.set_num_threads(options.threads or machine.free_cores())
     pair = load_pair(options.target, options.drafter, options.dtype)
-    facts = environment(options.dtype)
+    facts, load = machine.environment(options.dtype), machine.load()
     print(f"target   {target_label(options.target)}\ndrafter  {options.drafter}")
     print(f"machine  {facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores, {options.dtype}")
     print(f"versions torch {facts['torch']}, transformers {facts['transformers']}, python {facts['python']}")
+    if load["busy"]:
+        print(f"busy     {machine.activity()}: speeds will differ from those of a quiet machine")
     methods = methods_of(pair, options)
     warm_up(pair.target, pair.prompt_ids({"turns": [prompts[0][1]]}), methods)
     return pair, methods

@@ -1,9 +1,9 @@
-"""Fine-tune a drafter for one domain by low-rank adapters, and measure what it brings there and elsewhere.
+"""Fine-tune a drafter for one domain by low-rank adapters, and measure its acceptance length there and elsewhere.
 
     python -m benchmarks.domain --prompts prompts_train.jsonl --answers answers.jsonl --domain code --steps 300
 
-Training takes the conversations whose prompt has the domain as its `category`. The target answers the evaluation prompts
-greedily once, and the drafter is replayed over those answers before and after. A run that was stopped goes on where it was.
+Training uses the conversations whose prompt has the domain as its `category`. The target answers the evaluation prompts
+greedily once, and the drafter is replayed over those answers before and after. A run that was stopped resumes.
 """
 
 import argparse
@@ -16,44 +16,54 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.environment import environment
-from benchmarks.lib.packed import exit_status
-from benchmarks.lib.pair import DEFAULT_DRAFTER, check_drafter, describe_drafter, positive_int
+from benchmarks.lib.machine import conditions
+from benchmarks.lib.options import (
+    DEFAULT_DRAFTER,
+    CommandParser,
+    add_output_option,
+    add_prompts_option,
+    add_run_options,
+    positive_int,
+    start,
+)
+from benchmarks.lib.pair import check_drafter, describe_drafter
 from benchmarks.lib.report import markdown_table, write_json
+from benchmarks.lib.study_data import evaluation_sets, measure, num_answers
 from benchmarks.lib.work import check_work
-from benchmarks.study import evaluation_sets, measure, num_answers
 from modeling_dspark import DSparkModel
-from training.common.commands import HelpFormatter
+from training.common.commands import exit_status
+from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target
-from training.regenerate import read_jsonl, write_atomically
 from training.run.resuming import last_whole_checkpoint
 
 
-HERE = Path(__file__).parent
 _TUNING = ("steps", "learning_rate", "lora_rank")
 DEFINITIONS = {
-    "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
+    "tau": "acceptance length: tokens per round, bonus tokens counted, pooled over greedy decoding of all answers of a set",
     "train_minutes": "wall time of the fine-tuning, other work on the machine included",
 }
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.domain", description=__doc__, formatter_class=HelpFormatter)
+    parser = CommandParser("domain", __doc__)
     parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="a folder or a Hub id")
     parser.add_argument("--prompts", required=True, help="JSONL file of training prompts with `category`")
     parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
     parser.add_argument("--domain", default="code", help="category to fine-tune for")
-    parser.add_argument("--eval-prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL, grouped by `source`")
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts of each set")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="of the answers that are replayed")
-    parser.add_argument("--steps", type=positive_int, default=300, help="of the fine-tuning")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="its highest")
-    parser.add_argument("--lora-rank", type=positive_int, default=16, help="of the adapters")
+    add_prompts_option(parser, ["--eval-prompts"])
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts per set")
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=128, help="length limit of the replayed answers"
+    )
+    parser.add_argument("--steps", type=positive_int, default=300, help="steps of the fine-tuning")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="its peak")
+    parser.add_argument("--lora-rank", type=positive_int, default=16, help="rank of the adapters")
     parser.add_argument("--feature-cache", help="folder for features (default: computed in every step)")
-    parser.add_argument("--work", default="runs/domain", help="folder of the training and the answers")
-    parser.add_argument("--output", default=str(HERE / "results" / "domain.json"), help="the JSON file to write")
+    parser.add_argument("--work", default="runs/domain", help="folder for the training and the answers")
+    add_output_option(parser, "domain")
+    add_run_options(parser)
     return parser.parse_args(argv)
 
 
@@ -80,7 +90,7 @@ def domain_answers(options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def fine_tune(options: argparse.Namespace, answers: Path) -> float:
-    """Run the training, or the rest of it; minutes taken."""
+    """Run the training or the rest of it; returns the minutes it took."""
     folder = Path(options.work) / "tuned"
     flags = [
         *("--target", options.target, "--drafter", options.drafter, "--peft", "lora"),
@@ -108,7 +118,7 @@ def replayed(folder: str, target: Any, sets: Any) -> dict[str, Any]:
 
 
 def tau_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Accepted length by set, before and after, as Markdown."""
+    """Acceptance length by set, before and after, as Markdown."""
     rows = [
         [name, f"{tau:.3f}", f"{after['tau'][name]:.3f}", f"{after['tau'][name] / tau - 1:+.1%}"]
         for name, tau in before["tau"].items()
@@ -119,7 +129,8 @@ def tau_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
 def run(options: argparse.Namespace) -> None:
     """Fine-tune, measure, print and write."""
     check_drafter(options.drafter)
-    facts = environment("bfloat16")
+    machine = start(options)
+    facts = machine.environment("bfloat16")
     Path(options.work).mkdir(parents=True, exist_ok=True)
     answers, count = domain_answers(options)
     sets = evaluation_sets(options)
@@ -136,10 +147,12 @@ def run(options: argparse.Namespace) -> None:
         "conversations": count,
         "steps": options.steps,
         "train_minutes": round(minutes, 1),
+        "load": machine.load(),
         "definitions": DEFINITIONS,
         "before": before,
         "after": after,
     }
+    print(f"\n{conditions(content, batch='batches of 2 in training', repeats='one training')}")
     print(f"written to {write_json(options.output, content)}")
 
 

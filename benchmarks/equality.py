@@ -3,28 +3,31 @@
     python -m benchmarks.equality
     python -m benchmarks.equality --limit 6 --batch-size 3 --max-new-tokens 32
 
-fp32, greedy, batches of prompts of different lengths, padded left; the reference is plain `generate` of each prompt by
-itself. Batches take turns with the settings in `SETTINGS`. Finished batches are kept in the output, so a run that was
-stopped goes on where it was when started again. Exit code 1 if any output differs.
+fp32, greedy, batches of prompts of different lengths, padded left; the reference is plain `generate` of each prompt
+alone. Batches take turns with the settings in `SETTINGS`. The exit code is 1 if any output differs.
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.lib.environment import environment
 from benchmarks.lib.measure import first_difference, left_padded, timed_call
-from benchmarks.lib.pair import Pair, add_pair_options, describe_drafter, load_pair, positive_int
+from benchmarks.lib.options import (
+    CommandParser,
+    add_model_options,
+    add_output_option,
+    add_prompts_option,
+    positive_int,
+)
+from benchmarks.lib.pair import Pair, describe_drafter, load_pair
 from benchmarks.lib.report import write_json
-from training.common.commands import HelpFormatter
-from training.regenerate import read_jsonl
+from training.common.commands import exit_status
+from training.common.environment import environment
+from training.common.files import read_jsonl
 
 
-HERE = Path(__file__).parent
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"num_assistant_tokens_schedule": "fixed"},
@@ -36,24 +39,22 @@ SETTINGS: list[dict[str, Any]] = [
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.equality", description=__doc__, formatter_class=HelpFormatter
-    )
-    add_pair_options(parser)
+    parser = CommandParser("equality", __doc__)
+    add_model_options(parser)
     parser.set_defaults(dtype="float32")
     group = parser.add_argument_group("what to compare")
-    group.add_argument("--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns`")
+    add_prompts_option(group)
     group.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts")
     group.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="prompts decoded together")
     group.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="length of the answers")
-    group.add_argument("--output", default=str(HERE / "results" / "equality.json"), help="the JSON file")
+    add_output_option(group, "equality")
     return parser.parse_args(argv)
 
 
 def compare(
     pair: Pair, records: list[dict[str, Any]], settings: dict[str, Any], max_new_tokens: int
 ) -> list[dict[str, Any]]:
-    """A batch assisted, its prompts plainly one by one: tokens, rounds, and the first difference if there is one."""
+    """Decode a batch assisted and its prompts one by one plainly: tokens, rounds, and the first difference, if any."""
     prompts = [pair.prompt_ids(record) for record in records]
     arguments = {"assistant_model": pair.drafter, **settings}
     texts, run = batch_texts(pair, prompts, max_new_tokens=max_new_tokens, arguments=arguments)
@@ -78,7 +79,7 @@ def compare(
 def batch_texts(
     pair: Pair, prompts: list[Any], *, max_new_tokens: int, arguments: dict[str, Any]
 ) -> tuple[list[list[int]], Any]:
-    """New tokens of each prompt of a batch, padding left out, and the statistics of the run."""
+    """New tokens of each prompt of a batch without padding, and the statistics of the run."""
     target: Any = pair.target
     batch = left_padded(target, prompts)
     width = batch["input_ids"].shape[1]
@@ -88,38 +89,36 @@ def batch_texts(
     return [row[width : width + length] for row, length in zip(output.tolist(), lengths, strict=True)], run
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    options = parse_options(argv)
-    try:
-        pair = load_pair(options.target, options.drafter, options.dtype)
-        records = read_jsonl(options.prompts)[: options.limit]
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    results: list[dict[str, Any]] = []
-    key = {
+def run(options: argparse.Namespace) -> bool:
+    """Compare all batches, print and write; whether all outputs are equal."""
+    pair = load_pair(options.target, options.drafter, options.dtype)
+    records = read_jsonl(options.prompts)[: options.limit]
+    report = {
         "drafter": describe_drafter(pair.drafter, options.drafter),
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
         "settings": SETTINGS,
+        "environment": environment(options.dtype),
     }
-    path = Path(options.output)
-    if path.is_file():
-        earlier = json.loads(path.read_text())
-        if {name: earlier.get(name) for name in key} == key:
-            results = earlier["prompts"][: len(records)]
-    report = {**key, "environment": environment(options.dtype)}
+    results: list[dict[str, Any]] = []
     size = options.batch_size
-    results = results[: len(results) // size * size]
-    for first in tqdm(range(len(results), len(records), size), unit="batch"):
-        settings = SETTINGS[first // size % len(SETTINGS)]
+    for number, first in enumerate(tqdm(range(0, len(records), size), unit="batch")):
+        settings = SETTINGS[number % len(SETTINGS)]
         results += compare(pair, records[first : first + size], settings, options.max_new_tokens)
-        write_json(path, {**report, "num_equal": sum(r["equal"] for r in results), "prompts": results})
     different = [index for index, result in enumerate(results) if not result["equal"]]
+    num_equal = len(results) - len(different)
+    write_json(options.output, {**report, "num_equal": num_equal, "prompts": results})
     tokens = sum(result["new_tokens"] for result in results)
-    print(f"{len(results) - len(different)} of {len(results)} outputs equal ({tokens} tokens); different: {different}")
-    return 1 if different else 0
+    print(f"{num_equal} of {len(results)} outputs equal ({tokens} tokens); different: {different}")
+    return not different
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status (1: an output differs, 2: cannot start, 130: interrupted)."""
+    options = parse_options(argv)
+    equal: list[bool] = []
+    status = exit_status(lambda: equal.append(run(options)))
+    return status or int(not equal[0])
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m benchmarks.latency --threads 1 2 --breakdown
     python -m benchmarks.latency --threads 2 --peer prompt_lookup --output /tmp/latency.json
-    python -m benchmarks.latency --prompts my_prompts.jsonl --per-set 2 --repeats 1 --max-new-tokens 64
+    python -m benchmarks.latency --prompts my_prompts.jsonl --per-set 2 --repeats 3 --max-new-tokens 64
 
-Greedy, batch size 1. For every prompt the methods take turns in the same process (another one starts each time), and
-the median of their repeats counts; tokens per second of a set are the sum of its new tokens over the sum of these
-medians, prefill included. Run it on a quiet machine: the JSON records the load it found. Interrupted with Ctrl-C, it
-writes the sets that are complete next to the output, as `*.partial.json`.
+Greedy, batch size 1. For every prompt the methods take turns in the same process, each starting in turn, and the median
+of their repeats counts. Tokens per second of a set are the sum of its new tokens over the sum of these medians, prefill
+included. Ratios come with a 95 % bootstrap interval over prompts and repeats. The run is refused on a busy machine, unless
+`--allow-busy` marks the report. After Ctrl-C, the complete sets are next to the output, as `*.partial.json`.
 """
 
 import argparse
@@ -19,58 +19,52 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.breakdown import measure_breakdown
-from benchmarks.lib.environment import environment
-from benchmarks.lib.measure import (
-    PROMPT_LOOKUP,
-    Measurement,
-    Methods,
-    measure,
-    warm_up,
-)
-from benchmarks.lib.pair import (
-    Pair,
-    add_pair_options,
-    describe_drafter,
+from benchmarks.lib.breakdown import measure_breakdown
+from benchmarks.lib.closed_loop import fresh_costs
+from benchmarks.lib.latency_summary import DEFINITIONS, summarize_section, summarize_set
+from benchmarks.lib.machine import Machine
+from benchmarks.lib.measure import PROMPT_LOOKUP, Measurement, Methods, measure, warm_up
+from benchmarks.lib.options import (
+    CommandParser,
+    add_drafting_options,
+    add_model_options,
+    add_output_option,
+    add_prompts_option,
+    add_run_options,
     drafting_arguments,
-    load_pair,
-    load_prompts,
-    methods_of,
     positive_int,
-    target_label,
+    start,
 )
-from benchmarks.lib.report import latency_tables, write_json
-from benchmarks.lib.summary import DEFINITIONS, summarize_section, summarize_set
-from training.common.commands import HelpFormatter
+from benchmarks.lib.pair import Pair, code_of, describe_drafter, load_pair, load_prompts, methods_of, target_label
+from benchmarks.lib.report import latency_tables, partial_path, write_json
+from training.common.commands import exit_status
 
 
-HERE = Path(__file__).parent
+Prompts = dict[str, list[list[int]]]  # token ids by set
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.latency", description=__doc__, formatter_class=HelpFormatter
-    )
-    add_pair_options(parser)
+    parser = CommandParser("latency", __doc__)
+    add_model_options(parser)
+    add_drafting_options(parser)
+    add_run_options(parser, threads=False)
     group = parser.add_argument_group("what to measure")
+    add_prompts_option(group)
     group.add_argument(
-        "--prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL file with `turns` and `source`"
+        "--per-set", type=positive_int, default=3, metavar="N", help="the first N prompts of each source"
     )
-    group.add_argument(
-        "--per-set", type=positive_int, default=4, metavar="N", help="the first N prompts of each source"
-    )
-    group.add_argument("--max-new-tokens", type=positive_int, default=128, help="longest answer")
+    group.add_argument("--max-new-tokens", type=positive_int, default=128, help="length limit of an answer")
     group.add_argument("--repeats", type=positive_int, default=3, help="timed calls of each method on each prompt")
     group.add_argument(
         "--threads", type=positive_int, nargs="+", metavar="N", help="thread counts, a section each (default: torch's)"
     )
     group.add_argument("--peer", choices=(PROMPT_LOOKUP,), help="also time this alternative of Transformers' own")
-    group.add_argument("--peer-tokens", type=positive_int, default=10, help="drafts a round of `prompt_lookup`")
+    group.add_argument("--peer-tokens", type=positive_int, default=10, help="drafts per round of `prompt_lookup`")
     group.add_argument(
-        "--breakdown", action="store_true", help="also show where a round's time goes (extra calls, one prompt a set)"
+        "--breakdown", action="store_true", help="also show the parts of a round (extra calls, one prompt per set)"
     )
-    group.add_argument("--output", default=str(HERE / "results" / "latency.json"), help="the JSON file to write")
+    add_output_option(group, "latency")
     return parser.parse_args(argv)
 
 
@@ -93,16 +87,17 @@ def measure_set(
 
 
 def measure_section(
-    pair: Pair, prompts: dict[str, list[list[int]]], methods: Methods, *, options: argparse.Namespace, section: dict
+    pair: Pair, prompts: Prompts, methods: Methods, *, options: argparse.Namespace, section: dict[str, Any]
 ) -> None:
     """Fill `section` with the sets of one thread count, set by set, so that an interrupted run keeps what is complete."""
+    fresh_costs(pair, [options.schedule], allow_busy=options.allow_busy)  # stored, for `generate` to find
     warm_up(pair.target, next(iter(prompts.values()))[0], methods)
-    runs: list[Any] = []
+    measurements: dict[str, list[Measurement]] = {}
     total = sum(map(len, prompts.values())) * options.repeats * len(methods)
     with tqdm(total=total, unit="call", desc=f"threads={section['threads']}") as bar:
         for source, ids in prompts.items():
             bar.set_postfix(set=source)
-            measurements = measure_set(
+            measurements[source] = measure_set(
                 pair,
                 ids,
                 methods,
@@ -110,30 +105,30 @@ def measure_section(
                 repeats=options.repeats,
                 on_call=bar.update,
             )
-            section["sets"][source] = summarize_set(pair.target, measurements)
-            runs += [measurement.run() for measurement in measurements]
-            section["overall"] = summarize_section(section["sets"], runs)
+            section["sets"][source] = summarize_set(pair.target, measurements[source])
+            section["overall"] = summarize_section(section["sets"], measurements)
     if options.breakdown:
         firsts = [ids[0] for ids in prompts.values()]
         section["breakdown"] = measure_breakdown(pair, firsts, methods, max_new_tokens=options.max_new_tokens)
 
 
-def start(options: argparse.Namespace) -> tuple[Pair, dict[str, list[list[int]]], dict[str, dict[str, Any]]]:
-    """Load prompts and models; the models, prompts as token ids by set, and methods. Finds options that do not fit."""
+def load(options: argparse.Namespace) -> tuple[Pair, Prompts, dict[str, dict[str, Any]]]:
+    """The models, prompts and methods."""
     records = load_prompts(options.prompts, options.per_set)  # before the models, which take longer
     pair = load_pair(options.target, options.drafter, options.dtype)
     prompts = {source: [pair.prompt_ids(record) for record in of_set] for source, of_set in records.items()}
     methods = methods_of(pair, options)
     if options.peer:
         methods[options.peer] = {"prompt_lookup_num_tokens": options.peer_tokens}
-    warm_up(pair.target, next(iter(prompts.values()))[0], methods, max_new_tokens=2)
+    if options.breakdown:
+        code_of(pair.drafter, "engine_observer")  # refuses drafters whose code has none, before anything takes time
     return pair, prompts, methods
 
 
-def describe_run(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
+def describe_run(pair: Pair, options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     """The head of the JSON: what is measured, where and how."""
     return {
-        "environment": environment(options.dtype) | {"threads": options.threads},
+        "environment": machine.environment(options.dtype) | {"threads": options.threads},
         "target": target_label(options.target),
         "drafter": describe_drafter(pair.drafter, options.drafter),
         "settings": {
@@ -147,20 +142,18 @@ def describe_run(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
         },
         "definitions": DEFINITIONS,
         "complete": False,
+        "load": machine.load(),
         "sections": [],
     }
 
 
-def run(
-    pair: Pair,
-    prompts: dict[str, list[list[int]]],
-    methods: Methods,
-    *,
-    options: argparse.Namespace,
-    report: dict[str, Any],
-) -> None:
-    """Measure every thread count into `report`, which marks itself `complete` at the end; Ctrl-C ends early."""
+def run(options: argparse.Namespace) -> None:
+    """Measure every thread count, print and write. Ctrl-C leaves the complete sets in `*.partial.json`."""
     before = torch.get_num_threads()
+    options.threads = options.threads or [before]
+    machine = start(options)
+    pair, prompts, methods = load(options)
+    report = describe_run(pair, options, machine)
     try:
         for threads in options.threads:
             torch.set_num_threads(threads)
@@ -168,32 +161,20 @@ def run(
             report["sections"].append(section)
             measure_section(pair, prompts, methods, options=options, section=section)
         report["complete"] = True
-    except KeyboardInterrupt:
-        report["sections"] = [section for section in report["sections"] if section["overall"]]
     finally:
         torch.set_num_threads(before)
+        report["sections"] = [section for section in report["sections"] if section["overall"]]
+        report["load"] = machine.load()
+        if report["sections"]:
+            print(latency_tables(report))
+            path = options.output if report["complete"] else partial_path(options.output)
+            print(f"\nwritten to {write_json(path, report)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status (2: cannot start, 130: interrupted)."""
     options = parse_options(argv)
-    options.threads = options.threads or [torch.get_num_threads()]
-    try:
-        pair, prompts, methods = start(options)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    report = describe_run(pair, options)
-    run(pair, prompts, methods, options=options, report=report)
-    output = Path(options.output)
-    if not report["complete"]:
-        output = output.with_suffix(".partial.json")
-    if report["sections"]:
-        print(latency_tables(report["sections"]))
-        print(f"\nwritten to {write_json(output, report)}")
-    return 0 if report["complete"] else 130
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

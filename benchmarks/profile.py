@@ -1,11 +1,11 @@
-"""What a round of the packed loop costs on this machine, as a table, as JSON and as a diagram.
+"""Cost of a round of the packed loop on this machine, as a table, as JSON and as a diagram.
 
     python -m benchmarks.profile
     python -m benchmarks.profile --threads 2 --refresh --json costs.json --plot docs/images/costs.png
     python -m benchmarks.profile --sglang sglang_costs.json
 
-The profile is the one that `generate` uses: it is read from the user's cache folder if it is there, and measured (some
-seconds) and stored if it is not, or with `--refresh`. Measure on a quiet machine.
+The profile is the one that `generate` uses: it is read from the user's cache folder if it exists there, and otherwise, or
+with `--refresh`, measured in some seconds and stored. A measurement needs a quiet machine, or `--allow-busy`.
 """
 
 import argparse
@@ -13,25 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.lib.environment import environment
-from benchmarks.lib.packed import add_packed_options, exit_status, require_matplotlib
+from benchmarks.lib.machine import conditions
+from benchmarks.lib.options import CommandParser, add_model_options, add_run_options, start
 from benchmarks.lib.pair import load_pair
-from benchmarks.lib.report import markdown_table, write_json
-from training.common.commands import HelpFormatter
+from benchmarks.lib.report import markdown_table, require_matplotlib, write_json
+from training.common.commands import exit_status
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.profile", description=__doc__, formatter_class=HelpFormatter
-    )
-    add_packed_options(parser)
-    parser.add_argument("--refresh", action="store_true", help="measure again")
+    parser = CommandParser("profile", __doc__)
+    add_model_options(parser)
+    add_run_options(parser)
+    parser.add_argument("--refresh", action="store_true", help="measure again, even if a profile is stored")
     parser.add_argument("--json", metavar="FILE", help="write the profile (`CostProfile.load` reads it)")
-    parser.add_argument("--sglang", metavar="FILE", help="write it in SGLang's format")
-    parser.add_argument("--plot", metavar="PNG", help="draw it")
+    parser.add_argument("--sglang", metavar="FILE", help="write the profile in SGLang's format")
+    parser.add_argument("--plot", metavar="PNG", help="draw the profile")
     return parser.parse_args(argv)
 
 
@@ -49,7 +46,7 @@ def tables(profile: Any, block_size: int) -> str:
     header = ["verified tokens B", "forward ms", "rest ms", "plain step ms", "whole blocks ms", "rounds/s"]
     curves = (profile.draft, profile.position, profile.draft_sampled, profile.position_sampled)
     drafts = [[count, *(f"{1000 * curve(count):.2f}" for curve in curves)] for count in profile.draft.counts]
-    context = f"Each 1000 tokens of context that are read add {1e6 * profile.seconds_per_context:.3f} ms."
+    context = f"Reading 1000 tokens of context adds {1e6 * profile.seconds_per_context:.3f} ms."
     drafts_header = ["drafting rows", "greedy ms", "+ each position", "sampled ms", "+ each position"]
     parts = [markdown_table(header, rounds), markdown_table(drafts_header, drafts)]
     return "\n\n".join([*parts, context])
@@ -57,13 +54,13 @@ def tables(profile: Any, block_size: int) -> str:
 
 def plot_profile(profile: Any, path: str | Path, *, block_size: int, title: str) -> None:
     """Draw the seconds of the parts of a round, and rounds per second, by verified tokens."""
-    from matplotlib.figure import Figure  # its absence is reported before anything is measured
+    from matplotlib.figure import Figure  # `run` has checked that it is installed
 
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     parts, rates = figure.subplots(1, 2)
     counts = profile.verify.counts
     plain = [profile.round_seconds(count, num_drafting=0) for count in counts]
-    whole = [count for count in counts if count > block_size]  # with fewer tokens there is no whole block
+    whole = [count for count in counts if count > block_size]  # a whole block needs more tokens
     drafting = [
         profile.round_seconds(count, num_drafting=count // (block_size + 1), num_draft_positions=block_size)
         for count in whole
@@ -97,18 +94,18 @@ def plot_profile(profile: Any, path: str | Path, *, block_size: int, title: str)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Get the profile, print it, and write what is asked for."""
+    """Get the profile, print it, and write the files that the options name."""
     if options.plot:
         require_matplotlib("--plot")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    machine = start(options)
     pair = load_pair(options.target, options.drafter, options.dtype)
     drafter: Any = pair.drafter
     profile = drafter.profile(pair.target, refresh=options.refresh)
     block_size = drafter.config.block_size
-    facts = environment(options.dtype)
+    facts = machine.environment(options.dtype)
     title = f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {options.dtype}"
-    print(f"{title}\n\n{tables(profile, block_size)}")
+    report = {"environment": facts, "load": machine.load()}
+    print(f"{tables(profile, block_size)}\n\n{conditions(report, batch='B tokens per forward', repeats='medians')}")
     written = []
     if options.json:
         profile.save(options.json)

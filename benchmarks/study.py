@@ -6,9 +6,9 @@ r"""Train DSpark and the drafters that it is compared with on the same data, for
         --drafters dspark dflash eagle --work runs/study_long --output study_long.json
 
 Every drafter reads the same features, sees the same conversations, anchors and losses in the same order, and starts from
-the same target layers; what a name stands for is all that differs. The target answers the evaluation prompts greedily
-once, and each drafter is replayed over those answers. A study that was stopped goes on where it was. Groups: `main` (all
-kinds of drafters), `depth` (1 to 5 layers) and `block` (blocks of 1 to 16 drafts).
+the same target layers; drafters differ only in the settings that their names stand for. The target answers the evaluation prompts greedily
+once, and each drafter is replayed over those answers. A study that was stopped resumes. Groups: `main` (all kinds of
+drafters), `depth` (1 to 5 layers) and `block` (blocks of 1 to 16 drafts).
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,26 +23,22 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.baselines.replay import replay, replay_prompt_lookup
-from benchmarks.lib.environment import environment
-from benchmarks.lib.packed import exit_status, require_matplotlib
-from benchmarks.lib.pair import positive_int
-from benchmarks.lib.report import write_json
+from benchmarks.lib.options import CommandParser, add_output_option, add_prompts_option, positive_int
+from benchmarks.lib.report import require_matplotlib, write_json
+from benchmarks.lib.study_confidence import copy_plots, measure_confidence, unseen_prompts
+from benchmarks.lib.study_data import evaluation_sets, measure, num_answers, references
 from benchmarks.lib.study_report import COMPARED, OURS, plot_study, study_tables
 from benchmarks.lib.work import check_work
-from benchmarks.study_confidence import copy_plots, measure_confidence, unseen_prompts
-from modeling_dspark import RunStatistics
-from training.common.commands import HelpFormatter
-from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
+from training.common.commands import exit_status
+from training.common.environment import environment
+from training.common.files import read_jsonl, write_atomically
+from training.common.targets import EMBEDDED_TARGET, load_target
 from training.data.conversations import Conversation
-from training.evaluation.runs import read_sets
-from training.regenerate import RegenerateArguments, prompt_ids, read_jsonl, regenerate, write_atomically
+from training.run.architectures import ARCHITECTURES
 from training.run.resuming import last_whole_checkpoint
-from training.train import ARCHITECTURES
 
 
-HERE = Path(__file__).parent
-RECIPE: dict[str, Any] = {  # of the shipped drafter, whose trials were made with `dspark`
+RECIPE: dict[str, Any] = {  # that of the shipped drafter, tuned with `dspark`
     "target_dtype": "bfloat16", "num_draft_layers": 2, "block_size": 7, "target_layer_ids": [1, 10, 19, 28],
     "mask_token_id": 16, "markov_rank": 64, "draft_vocab_size": 12288, "max_length": 512, "num_eval_conversations": 0,
     "num_anchors": 64, "ce_weight": 0.1, "soft_weight": 0.1, "l1_weight": 0.8, "confidence_weight": 0.3,
@@ -68,9 +63,9 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 }
 DRAFTERS = tuple(name for members in GROUPS.values() for name in members)
 DEFINITIONS = {
-    "tau": "tokens a round, the target's own counted, pooled over rounds of greedy decoding of all answers of a set",
-    "acceptance": "by position: of the rounds that kept all drafts before it, the share that kept it; all sets",
-    "rounds": "of each answer, by set; those of the plain target are its tokens",
+    "tau": "acceptance length: tokens per round, bonus tokens counted, pooled over greedy decoding of all answers of a set",
+    "acceptance": "by position: of the rounds that accepted all drafts before it, the share that accepted it; all sets",
+    "rounds": "per answer, by set; those of the plain target are its tokens",
     "curve": "training steps, and tau of whole blocks at random anchors over the steps since the entry before",
     "train_seconds": "wall time of the training's last start, other work on the machine included",
 }
@@ -78,22 +73,30 @@ DEFINITIONS = {
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.study", description=__doc__, formatter_class=HelpFormatter)
+    parser = CommandParser("study", __doc__)
     parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
     parser.add_argument("--prompts", required=True, help="JSONL file of training prompts")
     parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
-    parser.add_argument("--eval-prompts", default=str(HERE / "prompts_eval.jsonl"), help="JSONL, grouped by `source`")
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts of each set")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="of the answers that are replayed")
+    add_prompts_option(parser, ["--eval-prompts"])
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts per set")
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=128, help="length limit of the replayed answers"
+    )
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=list(GROUPS), help="what to train")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, metavar="NAME", help=f"only these of {DRAFTERS}")
-    parser.add_argument("--steps", type=positive_int, default=1500, help="of every training")
-    parser.add_argument("--seed", type=int, default=0, help="of every training")
-    parser.add_argument("--calibration-prompts", type=positive_int, default=200, metavar="N", help="without answers")
-    parser.add_argument("--work", default="runs/study", help="folder of trainings, answers and features")
+    parser.add_argument("--steps", type=positive_int, default=1500, help="steps of every training")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every training")
+    parser.add_argument(
+        "--calibration-prompts",
+        type=positive_int,
+        default=200,
+        metavar="N",
+        help="number of them; they have no answers",
+    )
+    parser.add_argument("--work", default="runs/study", help="folder for trainings, answers and features")
     parser.add_argument("--feature-cache", help="folder for features, computed once for all (default: in every step)")
-    parser.add_argument("--feature-cache-gb", type=float, default=20.0, help="its largest size")
-    parser.add_argument("--output", default=str(HERE / "results" / "study.json"), help="the JSON file to write")
+    parser.add_argument("--feature-cache-gb", type=float, default=20.0, help="its size limit")
+    add_output_option(parser, "study")
     parser.add_argument("--plots", help="folder for plots")
     return parser.parse_args(argv)
 
@@ -118,7 +121,7 @@ def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: 
 
 
 def train(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> float:
-    """Train one drafter, or the rest of it, in a process of its own; seconds taken."""
+    """Train one drafter, or the rest of it, in a process of its own; returns the seconds it took."""
     begun = time.perf_counter()
     command = [sys.executable, "-m", "training.train", *training_flags(options, fields, folder)]
     if subprocess.run(command, check=False).returncode:
@@ -126,126 +129,48 @@ def train(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> 
     return time.perf_counter() - begun
 
 
-def num_answers(prompts: str, answers: Sequence[str]) -> int:
-    """Answers in all files.
-
-    Raises:
-        ValueError: if an answer is to a prompt that is not in `prompts`.
-    """
-    num_prompts = len(read_jsonl(prompts))
-    records: list[tuple[str, Any]] = [(path, record) for path in answers for record in read_jsonl(path)]
-    places = [(path, record.get("prompt") if isinstance(record, dict) else None) for path, record in records]
-    for path, place in places:
-        if not isinstance(place, int):
-            raise ValueError(f"`{path}` holds something else than answers of `training.regenerate`.")
-        if not 0 <= place < num_prompts:
-            raise ValueError(
-                f"`{path}` answers prompt {place}, but `{prompts}` has {num_prompts}: pass its own prompts."
-            )
-    return len(places)
-
-
-def evaluation_sets(options: argparse.Namespace) -> dict[str, list[Conversation]]:
-    """Greedy answers of the target by source, made once."""
-    work = Path(options.work)
-    _, found, records = read_sets(options.eval_prompts, group_by="source", limit=options.limit)
-    kept = [records[index] for index in sorted(index for indices in found.values() for index in indices)]
-    prompts = work / "eval_prompts.jsonl"
-    text = "".join(json.dumps(record) + "\n" for record in kept)
-    if prompts.is_file() and prompts.read_text(encoding="utf-8") != text:
-        raise ValueError(f"`{work}` holds a study of other evaluation prompts; choose another `--work`.")
-    write_atomically(prompts, text)
-    arguments = RegenerateArguments(
-        prompts=str(prompts),
-        output=str(work / "eval_answers.jsonl"),
-        target=options.target,
-        temperatures=[0.0],
-        max_new_tokens=options.max_new_tokens,
-        batch_size=16,
-        max_turns=1,
-    )
-    tokenizer = load_tokenizer(options.target)
-    sets: dict[str, list[Conversation]] = {}
-    for answer in sorted(read_jsonl(regenerate(arguments)), key=lambda answer: answer["prompt"]):
-        record = kept[answer["prompt"]]
-        ids = prompt_ids(tokenizer, record)
-        conversation = Conversation((*ids, *answer["answer_ids"]), len(ids), 0.0)
-        sets.setdefault(record["source"], []).append(conversation)
-    return sets
-
-
-def measure(drafter: Any, target: Any, sets: dict[str, list[Conversation]]) -> dict[str, Any]:
-    """Replay one drafter over all sets."""
-    runs = {name: replay(drafter, target, conversations) for name, conversations in sets.items()}
-    return {**summary(runs), "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
-
-
-def summary(runs: dict[str, RunStatistics]) -> dict[str, Any]:
-    """What is kept of the rounds of all sets."""
-    pooled = RunStatistics.pooled(next(iter(runs.values())).block_size, list(runs.values()))
-    tau = {name: round(run.acceptance_length, 4) for name, run in (runs | {"all": pooled}).items()}
-    shares = zip(pooled.acceptance_rate_by_position, pooled.tried_by_position, strict=True)
-    return {
-        "tau": tau,
-        "acceptance": [round(share, 4) if tried else None for share, tried in shares],
-        "tried": pooled.tried_by_position,
-        "rounds": {name: [answer.rounds for answer in run.requests] for name, run in runs.items()},
-    }
-
-
-def references(sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
-    """Drafters that nothing is trained for: the plain target, which makes a token a round, and prompt lookup."""
-    runs = {name: replay_prompt_lookup(answers, num_tokens=RECIPE["block_size"]) for name, answers in sets.items()}
-    plain = {name: [sum(answer.new_tokens) for answer in run.requests] for name, run in runs.items()}
-    tau = dict.fromkeys([*runs, "all"], 1.0)
-    return [
-        {"group": "references", "drafter": "plain target", "tau": tau, "rounds": plain},
-        {"group": "references", "drafter": "prompt lookup", **summary(runs)},
-    ]
-
-
 def chosen(options: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
-    """Group, name and fields of what is to be trained.
+    """Group, name and fields of the drafters to train.
 
     Raises:
         ValueError: if none of `--drafters` is in `--groups`.
     """
     every = [(group, name, fields) for group in options.groups for name, fields in GROUPS[group].items()]
-    found = [one for one in every if not options.drafters or one[1] in options.drafters]
-    if not found:
+    members = [member for member in every if not options.drafters or member[1] in options.drafters]
+    if not members:
         raise ValueError(f"None of --drafters {' '.join(options.drafters)} is in --groups {' '.join(options.groups)}.")
-    return found
+    return members
 
 
 def study(options: argparse.Namespace, sets: dict[str, list[Conversation]]) -> list[dict[str, Any]]:
-    """Train and measure what is not there yet; results in the order of the groups."""
+    """Train and measure the drafters that have no result yet; results in the order of the groups."""
     work = Path(options.work)
-    results, target = references(sets), None
+    results, target = references(sets, num_tokens=RECIPE["block_size"]), None
     for group, name, fields in tqdm(chosen(options), desc="Drafters"):
         folder = work / name
         settings = {"fields": RECIPE | fields, "steps": options.steps, "seed": options.seed, "limit": options.limit}
         record = folder / "result.json"
-        found = json.loads(record.read_text()) if record.is_file() else None
-        if found is None or found["settings"] != settings:
+        result = json.loads(record.read_text()) if record.is_file() else None
+        if result is None or result["settings"] != settings:
             seconds = train(options, fields, folder)
             target = target or load_target(options.target, "bfloat16")
             architecture = ARCHITECTURES[fields.get("architecture", "dspark")]
             drafter = architecture.from_pretrained(folder / "drafter", dtype=torch.bfloat16).eval()
-            found = {"settings": settings, "train_seconds": round(seconds, 1), **measure(drafter, target, sets)}
-            write_atomically(record, json.dumps(found, indent=1) + "\n")
-        results.append({"group": group, "drafter": name, **found, "curve": learning_curve(folder)})
+            result = {"settings": settings, "train_seconds": round(seconds, 1), **measure(drafter, target, sets)}
+            write_atomically(record, json.dumps(result, indent=1) + "\n")
+        results.append({"group": group, "drafter": name, **result, "curve": learning_curve(folder)})
     return results
 
 
 def learning_curve(folder: Path) -> list[list[float]]:
-    """Steps of a training, and the greedy accepted length of a block over the steps since the last entry."""
+    """Steps of a training, and the greedy acceptance length of a block over the steps since the previous entry."""
     log = folder / "log.jsonl"
     entries = read_jsonl(log) if log.is_file() else []
     return [[entry["step"], entry["tau_greedy"]] for entry in entries if "tau_greedy" in entry]
 
 
 def confidence(options: argparse.Namespace, unseen: list[dict[str, Any]]) -> dict[str, Any]:
-    """The confidence of `dspark`: its report without what names folders."""
+    """The confidence of `dspark`: its report, without the names of folders."""
     work = Path(options.work)
     report = measure_confidence(
         work / OURS / "drafter", work, target=options.target, prompts=unseen, max_new_tokens=options.max_new_tokens

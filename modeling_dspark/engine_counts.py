@@ -1,16 +1,28 @@
 """Counts of one `generate` call or one request, kept on the host."""
 
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 
 _LISTS = ("drafted", "verified", "accepted", "new_tokens", "plain")
+
+
+def renamed(old: str, new: str) -> Any:
+    """A property under its name of release 0.1, which goes with the next release."""
+
+    def value(self: Any) -> Any:
+        warnings.warn(f"`{type(self).__name__}.{old}` is now `{new}`.", FutureWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(value)
 
 
 @dataclass
 class RunStatistics:
     """Counts of the rounds of one request, or of all requests of a call; the prefill, which drafts nothing, is no round.
 
-    A round of a request is one target forward that it took part in; every list has one entry a round.
+    A round of a request is one target forward that it took part in; every list has one entry per round.
 
     Attributes:
         block_size (`int`): Draft positions of the drafter.
@@ -86,6 +98,12 @@ class RunStatistics:
         """Conditional acceptance at each position (0 where it was never tried)."""
         pairs = zip(self.accepted_by_position, self.tried_by_position, strict=True)
         return [kept / tried if tried else 0.0 for kept, tried in pairs]
+
+    accepted_length = renamed("accepted_length", "acceptance_length")
+    acceptance_by_position = renamed("acceptance_by_position", "acceptance_rate_by_position")
+    verification_budget = renamed("verification_budget", "mean_verified_tokens")
+    parked = renamed("parked", "plain")
+    parked_rounds = renamed("parked_rounds", "plain_rounds")
 
     def add_round(self, *, drafted: int, verified: int, accepted: int, new_tokens: int, plain: bool = False) -> None:
         """Count one round."""

@@ -1,300 +1,33 @@
 """Train a DSpark drafter for a target.
 
     python -m training.train --config training/configs/smollm2-135m.yaml
-    python -m training.train --config training/configs/smollm2-135m.yaml --learning_rate 3e-4 --max_steps 100
-    python -m training.train --config training/configs/smollm2-135m.yaml --resume_from_checkpoint true
-    python -m training.train --config training/configs/qwen3-8b.yaml --dry_run
+    python -m training.train --config training/configs/smollm2-135m.yaml --learning-rate 3e-4 --max-steps 100
+    python -m training.train --config training/configs/smollm2-135m.yaml --resume-from-checkpoint true
+    python -m training.train --config training/configs/qwen3-8b.yaml --dry-run
 
-Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The drafter that
-training ends with is saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
+Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The trained drafter is
+saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.
 """
 
-import json
 import sys
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
-
-from benchmarks.baselines.autoregressive import EagleDrafter
-from modeling_dspark import DSparkConfig, DSparkModel
-from modeling_dspark.target_binding import check_target
+from modeling_dspark import DSparkModel
 from training.common.commands import exit_status
-from training.common.files import only_writer
-from training.common.targets import is_missing_folder, load_target, load_tokenizer
-from training.data.batches import ConversationDataset
-from training.data.conversations import (
-    Conversation,
-    check_tokens,
-    choose_draft_vocabulary,
-    load_conversations,
-    num_answers_with,
-)
-from training.data.feature_cache import FeatureCache
-from training.data.features import fingerprint
-from training.data.packing import check_packing
-from training.objective.attention import CHUNKED_ATTENTION
-from training.run.adapters import add_lora, merge_lora, save_adapter
-from training.run.arguments import DSparkTrainingArguments
-from training.run.dry_run import DryRun, dry_run, given_config, meta_target
-from training.run.initialization import (
-    config_for_target,
-    default_layer_ids,
-    set_draft_vocabulary,
-    start_markov_embedding,
-    warm_start,
-)
-from training.run.options import DataArguments, DrafterArguments, parse_arguments
-from training.run.resuming import check_resumed, checkpoint_to_resume
-from training.run.settings import check_settings, run_settings
-from training.run.trainer import DSparkTrainer
+from training.run.dry_run import DryRun
+from training.run.options import parse_arguments
+from training.run.training import run
 
 
-logger = logging.get_logger("training.train")
-
-ARCHITECTURES: dict[str, Any] = {"dspark": DSparkModel, "eagle": EagleDrafter}
-
-
-def split_conversations(conversations: list[Conversation], num_eval: int) -> tuple[list[int], list[int]]:
-    """Training and evaluation indices; the evaluation part is spread evenly over the data."""
-    if num_eval >= len(conversations):
-        raise ValueError(
-            f"`num_eval_conversations` ({num_eval}) must be below the number of conversations ({len(conversations)})."
-        )
-    held_out = {round(index * len(conversations) / num_eval) for index in range(num_eval)} if num_eval else set()
-    everything = range(len(conversations))
-    return [i for i in everything if i not in held_out], [i for i in everything if i in held_out]
-
-
-def check_given(arguments: DrafterArguments, data: DataArguments | None, *, torch_compile: bool | None = None) -> None:
-    """Refuse, before anything is read, a new drafter without a `mask_token_id`, and `data` without answers.
-
-    Raises:
-        ValueError: names what is missing, or what cannot be combined.
-    """
-    if torch_compile and arguments.architecture == "eagle":
-        raise ValueError(
-            "`torch_compile` cannot be combined with `architecture: eagle`: its steps, each over more keys than the one before, "
-            "are unrolled into one graph, whose compilation did not end within ten minutes. Leave it out."
-        )
-    if data is not None and not data.answers:
-        raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
-    if arguments.drafter is not None and is_missing_folder(arguments.drafter):
-        raise ValueError(f"`drafter`: there is no folder `{arguments.drafter}`.")
-    if arguments.drafter is None and arguments.mask_token_id is None:
-        raise ValueError(
-            "`mask_token_id` is required for a new drafter: a token id that the target never produces, like a reserved token "
-            "of its tokenizer, or an id behind the tokenizer's last that the target's `vocab_size` has room for."
-        )
-
-
-def fresh_config(
-    arguments: DrafterArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> DSparkConfig:
-    """Configuration of a new drafter.
-
-    Raises:
-        ValueError: if the arguments make no drafter for this target.
-    """
-    text = target.config.get_text_config()
-    ids = arguments.target_layer_ids or default_layer_ids(text.num_hidden_layers, arguments.num_taps)
-    return config_for_target(
-        target,
-        tokenizer,
-        arguments.target,
-        config_class=ARCHITECTURES[arguments.architecture].config_class,
-        num_hidden_layers=arguments.num_draft_layers,
-        block_size=arguments.block_size,
-        sample_from_anchor=arguments.sample_from_anchor,
-        target_layer_ids=ids,
-        mask_token_id=arguments.mask_token_id,
-        markov_rank=arguments.markov_rank,
-        markov_head_type=arguments.markov_head_type,
-        enable_confidence_head=arguments.confidence_head,
-        confidence_head_with_markov=arguments.markov_rank > 0,
-        draft_vocab_size=arguments.draft_vocab_size,
-        **arguments.traits(),
-    )
-
-
-def build_drafter(
-    arguments: DrafterArguments,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-) -> DSparkModel:
-    """A drafter to start from: a given one, uncalibrated, or a fresh one with its draft vocabulary and warm start."""
-    architecture = ARCHITECTURES[arguments.architecture]
-    if arguments.drafter is not None:
-        logger.warning(f"Going on from `{arguments.drafter}`; arguments that shape a fresh drafter are not used.")
-        drafter = architecture.from_pretrained(arguments.drafter, dtype=torch.float32)
-        made_for = drafter.config.target_name_or_path
-        if made_for not in (None, arguments.target):
-            logger.warning(f"It was made for `{made_for}`; `target` is `{arguments.target}`.")
-        if drafter.config.confidence_temperatures is not None:
-            logger.warning(
-                "Its `confidence_temperatures` belong to its confidence head as it was: calibrate the new one."
-            )
-            drafter.config.confidence_temperatures = None
-        return drafter
-    config = fresh_config(arguments, target, tokenizer)
-    if found := num_answers_with(config.mask_token_id, conversations):
-        logger.warning(
-            f"`mask_token_id`: {found} of {len(conversations)} conversations have token {config.mask_token_id} in an answer. "
-            "Choose one that the target never produces."
-        )
-    drafter = architecture(config)
-    if arguments.draft_vocab_size is not None:
-        text = target.config.get_text_config()
-        eos = text.eos_token_id
-        always = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        tokens, coverage = choose_draft_vocabulary(conversations, arguments.draft_vocab_size, text.vocab_size, always)
-        set_draft_vocabulary(drafter, tokens)
-        logger.warning(f"Draft vocabulary: {len(tokens)} tokens cover {coverage:.2%} of the answer tokens.")
-    if arguments.init_from_target_layers is not None:
-        warm_start(drafter, target, arguments.init_from_target_layers)
-        start_markov_embedding(drafter, target)
-    return drafter
-
-
-def estimate(arguments: DrafterArguments, data: DataArguments, training: DSparkTrainingArguments) -> DryRun:
-    """The dry run: sizes, from shapes alone."""
-    target = meta_target(arguments.target, arguments.target_shape, arguments.target_dtype)
-    if arguments.drafter is None:
-        config = fresh_config(arguments, target, tokenizer=None)
-    else:
-        config = given_config(arguments.drafter)
-    check_target(target, config)
-    lora_rank = arguments.lora_rank if arguments.peft else None
-    return dry_run(target, config, training, max_length=data.max_length, lora_rank=lora_rank)
-
-
-def main(argv: list[str] | None = None) -> DSparkModel | DryRun:
-    """Run the command; returns the trained drafter, or what a dry run found."""
-    drafter_arguments, data, training = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    check_given(drafter_arguments, None if training.run.dry_run else data, torch_compile=training.torch_compile)
-    if training.run.dry_run:
-        found = estimate(drafter_arguments, data, training)
-        sys.stdout.write(str(found))
-        return found
-    folder = Path(training.output_dir)
-    checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
-    # The other processes of a run work for the first one, which writes.
-    with only_writer(folder) if training.process_index == 0 else nullcontext():
-        return train(drafter_arguments, data, training, checkpoint)
-
-
-def train(
-    drafter_arguments: DrafterArguments,
-    data: DataArguments,
-    training: DSparkTrainingArguments,
-    checkpoint: Path | None,
-) -> DSparkModel:
-    """Train, from a checkpoint on if there is one, and save; returns the trained drafter."""
-    set_seed(training.seed)
-    tokenizer = load_tokenizer(drafter_arguments.target)
-    conversations, counts = load_conversations(data.prompts, data.answers, tokenizer, max_length=data.max_length)
-    conversations = conversations[: data.max_conversations]
-    logger.warning(f"{len(conversations)} conversations; {json.dumps(counts)}")
-    target: Any = load_target(drafter_arguments.target, drafter_arguments.target_dtype)
-    check_tokens(conversations, target)
-    target.to(training.device)
-    drafter = build_drafter(drafter_arguments, target, tokenizer, conversations)
-    settings = run_settings(
-        drafter_arguments, data, training, target=target, drafter=drafter, conversations=conversations
-    )
-    adapters = None
-    if drafter_arguments.peft:
-        adapters = add_lora(drafter, rank=drafter_arguments.lora_rank, alpha=drafter_arguments.lora_alpha)
-    drafter.set_attn_implementation(CHUNKED_ATTENTION if training.device.type == "cpu" else "flex_attention")
-    if checkpoint is not None:
-        check_resumed(checkpoint, drafter)
-        check_settings(checkpoint, settings)
-    if training.data.packing and data.feature_cache is None:
-        check_packing(target, drafter.bind(target), drafter.config.target_layer_ids)  # type: ignore[arg-type]  # filled in
-    cache = feature_cache(drafter_arguments, data, training, target, drafter, conversations)
-    trainer = make_trainer(data, training, target, drafter, conversations, cache, run_settings=settings)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.check_loss()
-    save(trainer, adapters, Path(training.output_dir))
-    return drafter
-
-
-def feature_cache(
-    arguments: DrafterArguments,
-    data: DataArguments,
-    training: DSparkTrainingArguments,
-    target: PreTrainedModel,
-    drafter: DSparkModel,
-    conversations: list[Conversation],
-) -> FeatureCache | None:
-    """The feature cache, complete, if one is asked for."""
-    if data.feature_cache is None:
-        return None
-    cache = FeatureCache(
-        data.feature_cache,
-        conversations,
-        target_name=f"{arguments.target_dtype} {fingerprint(target)}",
-        target_layer_ids=drafter.config.target_layer_ids,  # type: ignore[arg-type]  # filled in by the config
-        hidden_size=drafter.config.hidden_size,
-    )
-    with training.main_process_first(desc="features"):  # the others find what it wrote
-        cache.build(target, drafter.bind(target), limit_gb=data.feature_cache_gb)
-    return cache
-
-
-def make_trainer(
-    data: DataArguments,
-    training: DSparkTrainingArguments,
-    target: PreTrainedModel,
-    drafter: DSparkModel,
-    conversations: list[Conversation],
-    cache: FeatureCache | None,
-    **options: Any,
-) -> DSparkTrainer:
-    """The trainer, with the conversations split for training and evaluation; `options` are further ones of its own."""
-    shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
-    train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
-    if eval_indices and training.eval_strategy == "no":
-        logger.warning(
-            f"{len(eval_indices)} conversations are held out and not measured: pass `--eval_strategy epoch` (or `steps`), "
-            "or `--num_eval_conversations 0` to train on them too."
-        )
-    return DSparkTrainer(
-        model=drafter,
-        args=training,
-        target=target,
-        train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
-        eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
-        **options,
-    )
-
-
-def save(trainer: DSparkTrainer, adapters: Any, folder: Path) -> None:
-    """Write the drafter for use, its adapters if it has any, and the log; by one process."""
-    found = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole, also where every process has a part
-    if not trainer.is_world_process_zero():
-        return
-    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}  # `torch_compile` adds it
-    trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if adapters is not None:
-        save_adapter(trained, adapters, folder / "adapter")
-        merge_lora(trained)
-        state = trained.state_dict()
-    trained.save_pretrained(folder / "drafter", state_dict=state)
-    log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
-    (folder / "log.jsonl").write_text(log)
-    logger.warning(f"The drafter is in `{folder / 'drafter'}`.")
+def main(argv: Sequence[str] | None = None) -> DSparkModel | DryRun:
+    """Run the command; returns the trained drafter, or the sizes of a dry run."""
+    return run(*parse_arguments(list(sys.argv[1:] if argv is None else argv), __doc__))
 
 
 if __name__ == "__main__":
     sys.exit(
         exit_status(
             main,
-            when_interrupted="`--resume_from_checkpoint true` goes on from the last checkpoint in `output_dir`, if there is one.",
+            when_interrupted="`--resume-from-checkpoint true` continues from the last checkpoint in `output_dir`, if any.",
         )
     )

@@ -1,8 +1,8 @@
 """A closed loop: a fixed number of requests in flight, each replaced by the next one as soon as it has finished.
 
-Every policy of drafting gets the same requests in the same order, and is run up to the same numbers of new tokens, so
-that what differs between policies is the time alone. Prompts and limits are ragged: requests join and leave at
-different times, and a slice of the loop holds prefills as well as rounds. Nothing here prints or writes.
+Every policy of drafting gets the same requests in the same order and runs up to the same numbers of new tokens, so that
+policies differ in time alone. Prompts and limits are ragged: requests join and leave at different times, and a slice of
+the loop holds prefills as well as rounds. Nothing here prints or writes.
 """
 
 import random
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.lib.packed import code_of, eos_token_ids
-from benchmarks.lib.pair import Pair
+from benchmarks.lib.pair import Pair, code_of, eos_token_ids
 
 
 PLAIN = "plain"
 SCHEDULED = ("confidence", "throughput", "throughput_lagged")
 _FIXED = re.compile(r"fixed([1-9]\d*)")
 _STRIDE = 37  # between the limits of consecutive requests: prime, so that limits repeat late
-_FEWEST_TOKENS = 2  # of a request that starts the loop: one comes from the prefill, one from a round
+_FEWEST_TOKENS = 2  # of a request that starts the loop: from the prefill and from a round
 
 
 class Workload:
@@ -50,11 +49,11 @@ class Workload:
 
     @property
     def max_length(self) -> int:
-        """Longest text there can be."""
+        """Length limit of a text."""
         return max(map(len, self.prompts)) + self._most
 
     def request(self, number: int) -> tuple[torch.Tensor, int]:
-        """Prompt `[n]` and most new tokens of request `number`."""
+        """Prompt `[n]` and maximum new tokens of request `number`."""
         limit = self._least + number * _STRIDE % (self._most - self._least + 1)
         return self.prompts[number % len(self.prompts)], limit
 
@@ -133,7 +132,7 @@ class ClosedLoop:
         for _ in range(joined):
             prompt, limit = self.workload.request(self._num_added)
             if self._num_added < self.concurrency:
-                # As if the loop had been running for long: its requests are at different points of their texts.
+                # As if the loop had run for long, with its requests at different points of their texts.
                 limit = max(limit * (self._num_added + 1) // self.concurrency, _FEWEST_TOKENS)
             self.engine.add_request(prompt, max_new_tokens=limit)
             self._num_added += 1
@@ -154,29 +153,51 @@ def counts_of(statistics: Any) -> Counter:
 
 
 def default_policies(block_size: int) -> list[str]:
-    """All policies for a drafter of this block size."""
+    """All policies for a drafter with this block size."""
     return [PLAIN, *(f"fixed{length}" for length in range(1, block_size + 1)), *SCHEDULED]
 
 
 def check_policies(policies: Sequence[str], block_size: int) -> None:
-    """Refuse policies that there are not, twice the same one, and a list without the baseline.
+    """Refuse unknown policies, duplicates, and a list without the baseline.
 
     Raises:
-        ValueError: names the policy and those that there are.
+        ValueError: names the policy and the known ones.
     """
     offered = default_policies(block_size)
     for policy in policies:
         if policy not in offered or list(policies).count(policy) > 1:
             raise ValueError(f"`--policies` takes each of {', '.join(offered)} at most once, got {policy!r}.")
     if PLAIN not in policies:
-        raise ValueError(
-            f"`--policies` must hold {PLAIN!r}, which the others are compared with, got {list(policies)}."
-        )
+        raise ValueError(f"`--policies` must hold {PLAIN!r}, the baseline of all ratios, got {list(policies)}.")
 
 
-def needs_costs(policies: Sequence[str]) -> bool:
-    """Whether one of the policies weighs measured costs."""
-    return any(policy.startswith("throughput") for policy in policies)
+def fresh_costs(pair: Pair, policies: Sequence[str | None], *, allow_busy: bool) -> Any:
+    """The cost profile for these policies, `None` if none of them weighs costs.
+
+    It is measured anew, since a stored profile may come from a busy machine; on a busy machine a stored one is as good.
+
+    Args:
+        pair ([`Pair`]): The models.
+        policies (`Sequence[str]`): Policies or schedules; `None` means the drafter's own.
+        allow_busy (`bool`): Whether the machine may be busy.
+    """
+    drafter: Any = pair.drafter
+    names = [policy or drafter.config.default_num_assistant_tokens_schedule for policy in policies]
+    if not any(name.startswith("throughput") for name in names):
+        return None
+    if code_of(drafter, "target_packed").why_not_packable(pair.target):
+        return None  # Transformers' own loop serves such a target, without costs
+    return drafter.profile(pair.target, refresh=not allow_busy)
+
+
+def settings_of(pair: Pair, policy: str) -> Any:
+    """The drafter's settings for a policy: `plain`, `fixed3`, `confidence`, ..."""
+    config = pair.drafter.config
+    fixed = _FIXED.fullmatch(policy)
+    cap = 0 if policy == PLAIN else int(fixed[1]) if fixed else config.block_size
+    schedule = "fixed" if policy == PLAIN or fixed else policy
+    generation_config = GenerationConfig(num_assistant_tokens=cap, num_assistant_tokens_schedule=schedule)
+    return code_of(pair.drafter, "schedule_settings").resolve_settings(generation_config, config)
 
 
 def make_engine(pair: Pair, policy: str, *, costs: Any = None, max_length: int | None = None) -> Any:
@@ -186,17 +207,12 @@ def make_engine(pair: Pair, policy: str, *, costs: Any = None, max_length: int |
         pair ([`Pair`]): The models.
         policy (`str`): See `default_policies`.
         costs ([`CostProfile`], *optional*): For policies that weigh costs.
-        max_length (`int`, *optional*): Longest text there can be.
+        max_length (`int`, *optional*): Length limit of a text.
     """
-    config = pair.drafter.config
-    fixed = _FIXED.fullmatch(policy)
-    cap = 0 if policy == PLAIN else int(fixed[1]) if fixed else config.block_size
-    schedule = "fixed" if policy == PLAIN or fixed else policy
-    wanted = GenerationConfig(num_assistant_tokens=cap, num_assistant_tokens_schedule=schedule)
     return code_of(pair.drafter, "engine_loop").Engine(
         pair.drafter,
         pair.target,
-        settings=code_of(pair.drafter, "schedule_policies").resolve_settings(wanted, config),
+        settings=settings_of(pair, policy),
         costs=costs,
         eos_token_ids=eos_token_ids(pair.target),
         max_length=max_length,
@@ -212,6 +228,7 @@ __all__ = [
     "check_policies",
     "counts_of",
     "default_policies",
+    "fresh_costs",
     "make_engine",
-    "needs_costs",
+    "settings_of",
 ]

@@ -1,11 +1,15 @@
-"""A target and its drafter from the command line: options, loading, prompts.
+"""A target and its drafter: loading, prompts, and what identifies them in a report.
 
-The drafter is loaded as a user without this repository would: `AutoModel.from_pretrained(..., trust_remote_code=True)`
-on a packaged folder. Nothing here imports `modeling_dspark`.
+The drafter is loaded as a user without this repository would load it: `AutoModel.from_pretrained(...,
+trust_remote_code=True)` on a packaged folder. Its own copy of the code is what runs and what is measured; nothing here
+imports `modeling_dspark`. The target is as `from_pretrained` returns it, in evaluation mode; every column of a table is
+timed on this one object, and nothing freezes its weights (with frozen weights PyTorch copies the LM head at every
+prefill, which slows plain decoding).
 """
 
 import argparse
 import hashlib
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +19,10 @@ import torch
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.lib.measure import ASSISTED, PLAIN
+from benchmarks.lib.options import DEFAULT_DRAFTER, drafting_arguments
+from training.common.files import read_jsonl
 from training.common.targets import EMBEDDED_TARGET, load_target, load_tokenizer
-from training.regenerate import prompt_ids, read_jsonl
-
-
-DEFAULT_DRAFTER = "build/dspark-smollm2-135m-instruct"
-DTYPES = ("bfloat16", "float16", "float32")
+from training.data.prompts import prompt_ids
 
 
 @dataclass(frozen=True)
@@ -34,64 +36,6 @@ class Pair:
     def prompt_ids(self, record: dict[str, Any]) -> list[int]:
         """Token ids of a prompt through the target's chat template."""
         return prompt_ids(self.tokenizer, record)
-
-
-def positive_int(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, drafter_help: str = "") -> argparse._ArgumentGroup:
-    """Options that choose the models; returns their group."""
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target", default=EMBEDDED_TARGET, help=f"the model to speed up: `{EMBEDDED_TARGET}`, a folder or a Hub id"
-    )
-    group.add_argument(
-        "--drafter",
-        default=DEFAULT_DRAFTER,
-        help="its DSpark drafter: a folder made by `python -m hub_upload package`, or a Hub id; its code is "
-        f"run{drafter_help}",
-    )
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights of both models")
-    return group
-
-
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Options that choose the models and how the drafter is used."""
-    add_model_options(parser)
-    group = parser.add_argument_group("drafting (default: the drafter's own settings)")
-    group.add_argument(
-        "--num-assistant-tokens",
-        type=int,
-        metavar="N",
-        help="verify at most N draft tokens a round (0 drafts nothing)",
-    )
-    group.add_argument(
-        "--confidence-threshold",
-        type=float,
-        metavar="C",
-        help="stop a draft before the first token whose calibrated confidence is below C, in [0, 1]; exactly 0.4 is "
-        "what Transformers fills in by itself and counts as not set",
-    )
-    group.add_argument(
-        "--schedule",
-        choices=("fixed", "confidence", "throughput", "throughput_lagged"),
-        help="how many drafts to verify (see docs/scheduling.md)",
-    )
-
-
-def drafting_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The drafting options that were given, under the names they have in `generate`."""
-    given = {
-        "num_assistant_tokens": options.num_assistant_tokens,
-        "assistant_confidence_threshold": options.confidence_threshold,
-        "num_assistant_tokens_schedule": options.schedule,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def methods_of(pair: Pair, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -109,16 +53,16 @@ def load_pair(target: str, drafter: str, dtype: str) -> Pair:
     check_drafter(drafter)  # first, since the target may have to be converted, which takes half a minute
     model = load_target(target, getattr(torch, dtype))
     tokenizer = load_tokenizer(target)
-    if model.generation_config.pad_token_id is None:  # `generate` would say so again at every call
+    if model.generation_config.pad_token_id is None:  # `generate` would warn at every call
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return Pair(model, load_drafter(drafter, dtype), tokenizer)
 
 
 def check_drafter(name_or_path: str) -> None:
-    """Refuse a drafter folder that is missing, or holds no remote code; a Hub id passes.
+    """Refuse a drafter folder that is missing or holds no remote code; a Hub id passes.
 
     Raises:
-        ValueError: says which command makes the folder.
+        ValueError: names the command that makes the folder.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -158,6 +102,30 @@ def load_drafter(name_or_path: str, dtype: str) -> PreTrainedModel:
     return drafter.eval()
 
 
+def code_of(drafter: PreTrainedModel, name: str) -> Any:
+    """A module of the code that `drafter` came with, e.g. `"engine_loop"`.
+
+    Raises:
+        ValueError: if that code has no such module, since it is of another version.
+    """
+    package = type(drafter).__module__.rpartition(".")[0]
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"`--drafter {drafter.name_or_path}` is packaged with code that has no `{name}.py`. Package it again: "
+            "`python -m hub_upload package FOLDER OUTPUT --overwrite`."
+        ) from error
+
+
+def eos_token_ids(target: PreTrainedModel) -> list[int]:
+    """The end-of-text tokens that `generate` stops at."""
+    ids = target.generation_config.eos_token_id
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
 def load_prompts(path: str | Path, per_set: int | None = None) -> dict[str, list[dict[str, Any]]]:
     """Prompts of a JSONL file by their `source`, the first `per_set` of each.
 
@@ -170,6 +138,11 @@ def load_prompts(path: str | Path, per_set: int | None = None) -> dict[str, list
     if not sets:
         raise ValueError(f"`{path}` holds no prompts.")
     return {source: records[:per_set] for source, records in sets.items()}
+
+
+def load_prompt_ids(pair: Pair, path: str | Path) -> list[list[int]]:
+    """Token ids of all prompts of a file."""
+    return [pair.prompt_ids(record) for records in load_prompts(path).values() for record in records]
 
 
 def target_label(name_or_path: str) -> str:
@@ -191,17 +164,15 @@ def describe_drafter(drafter: PreTrainedModel, name_or_path: str) -> dict[str, A
 
 
 __all__ = [
-    "DEFAULT_DRAFTER",
     "Pair",
-    "add_model_options",
-    "add_pair_options",
     "check_drafter",
+    "code_of",
     "describe_drafter",
-    "drafting_arguments",
+    "eos_token_ids",
     "load_drafter",
     "load_pair",
+    "load_prompt_ids",
     "load_prompts",
     "methods_of",
-    "positive_int",
     "target_label",
 ]

@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.baselines.references import TRANSFORMERS, TRANSFORMERS_LOOP
 from benchmarks.lib.closed_loop import PLAIN, SCHEDULED
+from benchmarks.lib.references import TRANSFORMERS, TRANSFORMERS_LOOP
 
 
 BEST_FIXED = "best_fixed"

@@ -7,24 +7,24 @@ from typing import Any
 import torch
 
 from benchmarks.lib.closed_loop import PLAIN, SCHEDULED, Slice
+from benchmarks.lib.intervals import drawn, edges
+from benchmarks.lib.machine import conditions
 from benchmarks.lib.report import markdown_table
 
 
 DEFINITIONS = {
     "tokens_per_second": "new tokens of all requests / seconds, over all slices; prefills of joining requests included",
-    "decoding": "the same rate and ratio over steps in which no request joined: how many prefills happen to fall into a "
-    "run is chance, and weighs in short ones",
+    "decoding": "the same rate and ratio over steps in which no request joined, since the number of prefills in a short "
+    "run is chance",
     "ratio": "of tokens per second, over slices that bring both about the same tokens of the same requests; `low` and "
     "`high` are a 95 % bootstrap interval over slices, drawn in pairs where both have as many",
-    "mean_verified_tokens": "draft tokens that are verified for a row in a round",
-    "tau": "tokens that a row gets in a round, pooled over rounds, bonus tokens counted",
-    "parked_share": "rounds of rows in which drafting stepped aside / rounds of rows",
+    "mean_verified_tokens": "draft tokens verified per row and round",
+    "tau": "acceptance length: tokens per row and round, pooled over rounds, bonus tokens counted",
+    "plain_share": "rounds of rows in which the schedule drafted nothing / rounds of rows",
     "steps": "target forwards after prefills, each for all rows",
-    "same_text": "requests finished by plain and by this policy, and how many of them have the same text",
+    "same_text": "requests finished by both plain and this policy, and how many of them have the same text",
     "best_fixed": "the fixed length with the most tokens per second here, chosen after the fact",
 }
-_DRAWS = 2000
-_INTERVAL = (0.025, 0.975)
 
 
 def tokens_per_second(slices: Sequence[Slice]) -> float:
@@ -32,26 +32,22 @@ def tokens_per_second(slices: Sequence[Slice]) -> float:
     return sum(item.tokens for item in slices) / sum(item.seconds for item in slices)
 
 
-def ratio_interval(one: Sequence[Slice], other: Sequence[Slice], *, seed: int = 0) -> dict[str, float | None]:
-    """How many times as fast `one` is as `other`, with a bootstrap interval over slices.
+def ratio_interval(fast: Sequence[Slice], slow: Sequence[Slice], *, seed: int = 0) -> dict[str, float | None]:
+    """The ratio of the speeds of two policies, with a bootstrap interval over slices.
 
-    Slice `i` of both comes from the same minute and the same requests, so slices are drawn in pairs; where one has fewer
-    (whole batches instead of slices), each is drawn by itself. No interval from a single slice.
+    Slice `i` of both was measured within the same minute over the same requests, so slices are drawn in pairs. Where one
+    policy has fewer (whole batches instead of slices), each is drawn independently. A single slice gives no interval.
 
     Returns:
         `dict`: `value`, `low` and `high`.
     """
-    value = tokens_per_second(one) / tokens_per_second(other)
-    if min(len(one), len(other)) < 2:
-        return {"value": round(value, 4), "low": None, "high": None}
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(one), (_DRAWS, len(one)), generator=generator)
-    chosen_other = chosen
-    if len(other) != len(one):
-        chosen_other = torch.randint(len(other), (_DRAWS, len(other)), generator=generator)
-    ratios = _drawn_rates(one, chosen) / _drawn_rates(other, chosen_other)
-    low, high = torch.quantile(ratios, torch.tensor(_INTERVAL, dtype=torch.float64)).tolist()
-    return {"value": round(value, 4), "low": round(low, 4), "high": round(high, 4)}
+    value = round(tokens_per_second(fast) / tokens_per_second(slow), 4)
+    if min(len(fast), len(slow)) < 2:
+        return {"value": value, "low": None, "high": None}
+    chosen = drawn(len(fast), (len(fast),), seed=seed)
+    chosen_slow = chosen if len(slow) == len(fast) else drawn(len(slow), (len(slow),), seed=seed + 1)
+    low, high = edges(_drawn_rates(fast, chosen) / _drawn_rates(slow, chosen_slow))
+    return {"value": value, "low": low, "high": high}
 
 
 def _drawn_rates(slices: Sequence[Slice], chosen: torch.Tensor) -> torch.Tensor:
@@ -67,7 +63,7 @@ def summarize_level(
 
     Args:
         slices (`Mapping[str, Sequence[Slice]]`): The slices of each policy, in order; those without time left out.
-        texts (`Mapping[str, Mapping[int, list[int]]]`): What each policy's finished requests said, by number.
+        texts (`Mapping[str, Mapping[int, list[int]]]`): The texts of each policy's finished requests, by number.
         concurrency (`int`): Requests in flight.
     """
     policies = {
@@ -92,7 +88,7 @@ def _policy(slices: Sequence[Slice], plain: Sequence[Slice], concurrency: int) -
         "decoding": _decoding(slices, plain),
         "mean_verified_tokens": round(counts["verified"] / rounds, 4) if rounds else None,
         "tau": round(counts["new_tokens"] / rounds, 4) if rounds else None,
-        "parked_share": round(counts["plain"] / rounds, 4) if rounds else None,
+        "plain_share": round(counts["plain"] / rounds, 4) if rounds else None,
         "steps": sum(item.steps for item in slices) or None,
         "row_rounds": rounds or None,
         "tokens": sum(item.tokens for item in slices),
@@ -127,7 +123,7 @@ def _same_text(texts: Mapping[int, list[int]], plain: Mapping[int, list[int]]) -
 def level_table(level: Mapping[str, Any]) -> str:
     """One concurrency as Markdown."""
     rows = [_row(name, entry) for name, entry in level["policies"].items()]
-    header = ["policy", "tokens/s", "a request", "ratio to plain", "decoding", "ratio", "budget", "tau", "plain"]
+    header = ["policy", "tokens/s", "per request", "ratio to plain", "decoding", "ratio", "verified", "tau", "plain"]
     header.append("same text")
     lines = [f"### {level['concurrency']} in flight", "", markdown_table(header, rows)]
     for name, ratio in level["ratio_to_best_fixed"].items():
@@ -135,8 +131,15 @@ def level_table(level: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def report_conditions(report: Mapping[str, Any]) -> str:
+    """What the numbers of a report depend on, for the line under its table."""
+    slices = [len(entry["slices"]["seconds"]) for level in report["levels"] for entry in level["policies"].values()]
+    repeats = f"at least {min(slices)} slices of each policy in turns"
+    return conditions(dict(report), batch="batch: the requests in flight, greedy", repeats=repeats)
+
+
 def throughput_table(report: Mapping[str, Any]) -> str:
-    """The report in one table, a line for each concurrency: what documentation quotes."""
+    """The report in one table, one line per concurrency, as the documentation quotes it."""
     rows = []
     for level in report["levels"]:
         policies, best = level["policies"], level["best_fixed"]
@@ -153,11 +156,11 @@ def throughput_table(report: Mapping[str, Any]) -> str:
                 "-" if best is None else f"{level['ratio_to_best_fixed']['throughput']['value']:.2f}x",
                 _number(chosen["tau"], ".2f"),
                 _number(chosen["mean_verified_tokens"], ".2f"),
-                _number(chosen["parked_share"], ".0%"),
+                _number(chosen["plain_share"], ".0%"),
             ]
         )
     header = ["in flight", "transformers tok/s", "plain tok/s", "best fixed (length)", "throughput tok/s"]
-    return markdown_table([*header, "/ plain", "/ best fixed", "tau", "budget", "plain"], rows)
+    return markdown_table([*header, "/ plain", "/ best fixed", "tau", "verified", "plain"], rows)
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
@@ -171,7 +174,7 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
         "-" if decoding is None else _ratio(decoding["ratio_to_plain"]),
         _number(entry["mean_verified_tokens"], ".2f"),
         _number(entry["tau"], ".2f"),
-        _number(entry["parked_share"], ".0%"),
+        _number(entry["plain_share"], ".0%"),
         f"{same['equal']}/{same['compared']}",
     ]
 
@@ -190,6 +193,7 @@ __all__ = [
     "DEFINITIONS",
     "level_table",
     "ratio_interval",
+    "report_conditions",
     "summarize_level",
     "throughput_table",
     "tokens_per_second",

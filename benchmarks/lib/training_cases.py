@@ -1,7 +1,7 @@
-"""What `benchmarks.training_step` measures: the loss and a whole training step, ours and a naive one of the same maths.
+"""The cases of `benchmarks.training_step`: the loss and a whole training step, ours and a naive one of the same maths.
 
 The naive loss is the formulas as one would write them: all logits of drafter and target at once, autograd for the rest.
-Weights and data are random; what is measured does not depend on them. Nothing here times, prints or writes.
+Weights and data are random, since time and memory do not depend on them. Nothing here times, prints or writes.
 
 Shapes: `n` positions, `D` hidden size, `r` rank, `V` vocabulary.
 """
@@ -43,7 +43,7 @@ def naive_position_loss(
 
 
 class LossCase:
-    """The loss alone, forward and backward, from the states that feed both LM heads; every position has its own position.
+    """The loss alone, forward and backward, from the states that feed both LM heads; every position has its own state.
 
     Args:
         positions, vocabulary, hidden, rank (`int`): Sizes.
@@ -102,17 +102,17 @@ class LossCase:
 
 
 class NaiveTrainer(DSparkTrainer):
-    """The trainer with whole logits: what a position's target logits are is computed once, but for all at once."""
+    """The trainer with whole logits: the target's logits are computed once per token, but for all tokens at once."""
 
     def _position_loss(
         self, drafter: Any, blocks: Any, outputs: Any, target: Any, *, weights: Any, loss_weights: Any
     ) -> Any:
         rows = torch.arange(blocks.anchors.shape[0])[:, None, None]
         flat = (rows * target.last_hidden.shape[1] + blocks.label_sources)[blocks.supervised]
-        positions, positions = flat.unique(return_inverse=True)
+        sources, inverse = flat.unique(return_inverse=True)
         with torch.no_grad():
-            logits = self.binding.target_logits(target.last_hidden.flatten(0, 1)[positions])
-            p = logits.float().softmax(dim=-1)[positions]
+            logits = self.binding.target_logits(target.last_hidden.flatten(0, 1)[sources])
+            p = logits.float().softmax(dim=-1)[inverse]
         return naive_position_loss(
             draft_logits(drafter, self.binding, outputs.hidden, outputs.latent),
             p,
@@ -149,7 +149,7 @@ class StepCase:
         shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
         shape |= {"num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": vocabulary}
         target = LlamaForCausalLM(LlamaConfig(**(shape | sizes))).to(getattr(torch, dtype)).eval()
-        target.requires_grad_(False)
+        target.requires_grad_(False)  # as in training; a target that decodes is never frozen here
         last = target.config.num_hidden_layers - 2
         choices = {"num_hidden_layers": layers, "target_layer_ids": [0, last], "mask_token_id": 3, "markov_rank": 64}
         self.drafter = DSparkModel(config_for_target(target, None, "random", **choices)).train()
@@ -169,7 +169,7 @@ class StepCase:
 
     @property
     def num_draft_positions(self) -> int:
-        """Supervised positions of the batch, at most."""
+        """Upper bound of the supervised positions of the batch."""
         return int(self.batch["keep"].sum()) * self.drafter.config.block_size
 
     def run(self, way: str) -> float:

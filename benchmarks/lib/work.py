@@ -1,4 +1,4 @@
-"""The working folder of a benchmark that trains: what is there is of the same settings, or it is not gone on with."""
+"""The working folder of a benchmark that trains, which resumes only with the settings it was started with."""
 
 import json
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from training.common.files import checksum, write_atomically
 
 
 def check_work(work: Path, settings: dict[str, Any], files: dict[str, Sequence[str]]) -> None:
-    """Note what trainings in a folder depend on, or refuse to go on there with something else.
+    """Record what the trainings in a folder depend on, or refuse to resume them with anything else.
 
     Args:
         work (`Path`): The folder, which exists.
-        settings (`dict`): What they depend on.
-        files (`dict[str, Sequence[str]]`): Files whose content they depend on, too.
+        settings (`dict`): Settings of the trainings.
+        files (`dict[str, Sequence[str]]`): Files whose content they depend on.
 
     Raises:
         ValueError: names what differs, with both values.

@@ -24,7 +24,7 @@ from hub_upload.hub.deviation import FEWEST, FEWEST_TRIALS, LEVEL, compare
 from hub_upload.hub.subject import Subject, find_subject
 from modeling_dspark import DSparkModel
 from training.common.targets import load_tokenizer, resolve_target
-from training.confidence.rounds import judged
+from training.confidence.rounds import without_tail as judged
 from training.evaluation.runs import PromptSet, plan_sets, read_sets
 
 
@@ -129,7 +129,7 @@ def _prompts(settings: Settings) -> dict[str, PromptSet]:
             f'`--prompts`: there is no file `{settings.prompts}`; a line is `{{"turns": ["a question"]}}`.'
         )
     _, lines, records = read_sets(settings.prompts, group_by=None, limit=settings.limit)
-    sets = plan_sets(lines, records, load_tokenizer(settings.target), longest=512)
+    sets = plan_sets(lines, records, load_tokenizer(settings.target), max_length=512)
     if (found := sum(len(part.prompts) for part in sets.values())) < FEWEST:
         raise ValueError(f"`--limit`: {found} prompts in all say too little; at least {FEWEST} are needed.")
     return sets

@@ -7,6 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.lib import machine
 from benchmarks.lib.measure import ASSISTED, PLAIN
 from benchmarks.lib.pair import Pair
 from modeling_dspark import DSparkConfig, DSparkModel
@@ -14,6 +15,13 @@ from modeling_dspark import DSparkConfig, DSparkModel
 
 VOCAB, HIDDEN, BLOCK = 199, 64, 3
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}assistant"
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """Commands take no reading of the machine that runs the tests, which may well be busy."""
+    monkeypatch.setattr(machine, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "BUSY_CORES_PER_CORE", float("inf"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import demo, latency
-from benchmarks.breakdown import measure_breakdown
+from benchmarks.lib.breakdown import measure_breakdown
 from benchmarks.lib.measure import ASSISTED, PLAIN
 from hub_upload.package.package import package
 
@@ -19,14 +19,17 @@ BLOCK = 3  # of the drafter in conftest.py
 
 
 def test_a_breakdown_accounts_for_all_rounds_and_leaves_no_trace(pair, methods):
+    pair.drafter.last_run = None
     before = [set(vars(owner)) for owner in (pair.target, pair.drafter)]
+    hooks = len(pair.target._forward_hooks)
     report = measure_breakdown(pair, [PROMPT, PROMPT], methods, max_new_tokens=1 + 2 * (BLOCK + 1))
     assert [set(vars(owner)) for owner in (pair.target, pair.drafter)] == before
+    assert len(pair.target._forward_hooks) == hooks
     assert report[PLAIN]["rounds"] == 2 * 2 * (BLOCK + 1)
     assert report[ASSISTED]["rounds"] == 2 * 2
     calls = {part: entry["calls"] for part, entry in report[ASSISTED]["parts"].items()}
     assert (calls["target forward"], calls["draft backbone"], calls["base logits"]) == (4, 4, 4)
-    assert calls["sequential and confidence head"] == 4
+    assert calls["heads and schedule"] == calls["acceptance"] == 4
     assert sum(entry["share"] for entry in report[ASSISTED]["parts"].values()) == pytest.approx(1, abs=1e-3)
     assert all(entry["ms_per_round"] > 0 for entry in report[ASSISTED]["parts"].values())
 

@@ -1,14 +1,11 @@
 """The benchmarks of the fused head: what they compare, write and refuse."""
 
-import functools
 import json
-import os
 
 import pytest
 import torch
 
 from benchmarks import head, head_rounds
-from benchmarks.lib.packed import code_of
 from modeling_dspark.fused_backends import backend_for
 from tests.builders import tiny_drafter, tiny_target
 
@@ -49,8 +46,10 @@ def test_the_command_writes_every_case(tmp_path, monkeypatch, capsys):
         "3",
         "--dtype",
         "bfloat16",
+        "--repeats",
+        "1",
     ]
-    assert head.main([*options, "--repeats", "1", "--output", str(output)]) == 0
+    assert head.main([*options, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     cases = {(result["vocabulary"], result["rows"], result["temperature"]) for result in report["results"]}
     assert cases == {(v, rows, t) for v in (64, 80) for rows in (1, 3) for t in (0.0, 1.0)}
@@ -67,20 +66,22 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
 
 
 @needs_fused
-def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, tmp_path, monkeypatch, capsys):
+def test_rounds_of_both_ways_take_turns_and_are_paired(pair, prompts_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
     monkeypatch.setenv("DSPARK_FUSED_HEAD", "cpu")  # the user's own choice is what is measured
-    drafting = code_of(pair.drafter, "draft_propose")
-    ran = []
-    for name in ("fused_block", "_position_by_position"):
-        monkeypatch.setattr(drafting, name, recorded(getattr(drafting, name), ran))
-    before = dict(vars(drafting))
+    ran, make_engine = [], head_rounds.make_engine
+
+    def recorded(*arguments, **named):
+        engine = make_engine(*arguments, **named)
+        step, way = engine.step, engine.drafting.binding.backend
+        engine.step = lambda: ran.append(way) or step()
+        return engine
+
+    monkeypatch.setattr(head_rounds, "make_engine", recorded)
     output = tmp_path / "rounds.json"
     options = ["--prompts", str(prompts_file), "--rows", "2", "--pairs", "6", "--max-new-tokens", "14"]
     assert head_rounds.main([*options, "--output", str(output)]) == 0
-    assert os.environ["DSPARK_FUSED_HEAD"] == "cpu"
-    assert vars(drafting) == before
-    assert set(ran) == {("fused_block", "cpu"), ("_position_by_position", "torch")}
+    assert ran[:8] == ["torch", "cpu", "torch", "cpu", "cpu", "torch", "torch", "cpu"]  # two prefills, then A B B A
     report = json.loads(output.read_text())
     assert [case["temperature"] for case in report["results"]] == [0.0, 1.0]
     for case in report["results"]:
@@ -90,35 +91,10 @@ def test_heads_take_turns_and_everything_is_left_as_it_was(pair, prompts_file, t
     assert head_rounds.rounds_table(report["results"]) in capsys.readouterr().out
 
 
-def recorded(function, ran):
-    """The function, which notes its name and the choice of the moment."""
-
-    @functools.wraps(function)
-    def recording(*arguments, **named):
-        ran.append((function.__name__, os.environ["DSPARK_FUSED_HEAD"]))
-        return function(*arguments, **named)
-
-    return recording
-
-
 def test_rounds_without_a_fused_head_are_no_measurement(pair, prompts_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(head_rounds, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(code_of(pair.drafter, "draft_propose"), "fusable_heads", lambda *_: None)
+    monkeypatch.setenv("DSPARK_FUSED_HEAD", "torch")
     options = ["--prompts", str(prompts_file), "--rows", "1", "--output", str(tmp_path / "rounds.json")]
     assert head_rounds.main(options) == 2
-    assert "The heads ran position by position, not fused" in capsys.readouterr().err
+    assert "are not fused, so there is nothing to compare: `fused_head='torch'`" in capsys.readouterr().err
     assert not (tmp_path / "rounds.json").exists()
-
-
-def test_pairs_are_neighbours_with_all_rows():
-    a, b = head_rounds.SLOTS, head_rounds.FUSED
-    taken = [
-        (a, 2, 8.0, 0.5),
-        (b, 2, 4.0, 0.25),
-        (b, 2, 5.0, 0.1),
-        (a, 1, 9.0, 0.1),
-        (a, 2, 6.0, 0.2),
-        (b, 2, 3.0, 0.1),
-    ]
-    expected = [{a: (8.0, 0.5), b: (4.0, 0.25)}, {a: (6.0, 0.2), b: (3.0, 0.1)}]
-    assert head_rounds.pairs_of(taken, 2) == expected

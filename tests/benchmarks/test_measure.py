@@ -2,13 +2,11 @@ import copy
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.lib.environment import environment
 from benchmarks.lib.measure import (
     ASSISTED,
     PLAIN,
@@ -19,12 +17,13 @@ from benchmarks.lib.measure import (
     pooled_speed,
     warm_up,
 )
-from benchmarks.lib.pair import DEFAULT_DRAFTER, check_drafter, load_prompts
+from benchmarks.lib.options import DEFAULT_DRAFTER, EVAL_PROMPTS
+from benchmarks.lib.pair import check_drafter, load_prompts
 from benchmarks.lib.report import markdown_table, verdict, write_json
 from modeling_dspark import RunStatistics
+from training.common.environment import environment
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]
 BLOCK = 3  # of the drafter in conftest.py
 
@@ -153,7 +152,7 @@ def test_prompts_come_by_source(prompts_file, tmp_path):
 
 
 def test_the_shipped_prompts_are_seventeen_of_each_set_with_their_licences():
-    sets = load_prompts(ROOT / "benchmarks" / "prompts_eval.jsonl")
+    sets = load_prompts(EVAL_PROMPTS)
     assert {source: len(records) for source, records in sets.items()} == dict.fromkeys(
         ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "arena-hard-v2"), 17
     )

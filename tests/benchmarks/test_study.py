@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from benchmarks import domain, study
-from benchmarks.lib import study_report
+from benchmarks.lib import study_data, study_report
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
-from training.train import ARCHITECTURES, parse_arguments
+from training.run.architectures import ARCHITECTURES
+from training.train import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -139,14 +140,14 @@ def test_other_settings_are_refused(tiny_study, tmp_path):
 def test_files_that_hold_no_answers_are_named(tmp_path, line):
     (tmp_path / "p.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match="a.jsonl` holds something else"):
-        study.num_answers(str(tmp_path / "p.jsonl"), [str(tmp_path / "a.jsonl")])
+    with pytest.raises(ValueError, match="a.jsonl` holds something other"):
+        study_data.num_answers(str(tmp_path / "p.jsonl"), [str(tmp_path / "a.jsonl")])
 
 
 def test_evaluation_prompts_without_a_source_are_named(tiny_study, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ValueError, match="`source`"):
-        study.evaluation_sets(options(tmp_path))
+        study_data.evaluation_sets(options(tmp_path))
 
 
 def test_a_failed_training_is_named(tmp_path, monkeypatch, capsys):

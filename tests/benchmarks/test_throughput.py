@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks import memory, profile, throughput
-from benchmarks.baselines.references import AssistedLoop, BatchedGenerate
 from benchmarks.lib.closed_loop import ClosedLoop, Slice, Workload, check_policies, default_policies, make_engine
-from benchmarks.lib.throughput_summary import ratio_interval, summarize_level
-from modeling_dspark import CostProfile, modeling_dspark
+from benchmarks.lib.references import AssistedLoop, BatchedGenerate
+from benchmarks.lib.resident import resident
+from benchmarks.lib.throughput_summary import ratio_interval, report_conditions, summarize_level
+from modeling_dspark import CostProfile, generate_mixin
 
 
 BLOCK = 3  # of the drafter in conftest.py
@@ -107,11 +108,9 @@ def test_references_say_the_same_and_count_to_their_own_limits(mixing_pair, monk
     batched = BatchedGenerate(mixing_pair, workload, 4, num_tokens=100)
     batched.warm_up()
     measured = batched.run_until(140)
-    original = modeling_dspark.why_not_packed
-    monkeypatch.setattr(modeling_dspark, "decode", None)  # the packed loop would fail
+    monkeypatch.setattr(generate_mixin, "decode", None)  # the packed loop would fail
     assisted = AssistedLoop(mixing_pair, workload)
     counted = assisted.run_until(20)
-    assert modeling_dspark.why_not_packed is original
     for loop in (batched, assisted):
         for number, text in loop.texts.items():
             assert text == greedy(mixing_pair.target, *workload.request(number))
@@ -152,11 +151,13 @@ def test_a_level_compares_with_plain_and_with_the_best_fixed_length():
     assert entry["decoding"]["tokens_per_second"] == 16.0
     assert entry["decoding"]["ratio_to_plain"] == {"value": 2.0, "low": None, "high": None}
     assert level["policies"]["fixed1"]["decoding"] is None
-    assert (entry["tau"], entry["mean_verified_tokens"], entry["parked_share"]) == (2.5, 1.5, 0.25)
+    assert (entry["tau"], entry["mean_verified_tokens"], entry["plain_share"]) == (2.5, 1.5, 0.25)
     assert entry["same_text"] == {"compared": 2, "equal": 1}
 
 
-def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts_file, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_keeps_its_levels_and_a_complete_one_is_drawn(
+    pair, prompts_file, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(throughput, "load_pair", lambda *_: pair)
     original, calls = throughput.measure_level, []
@@ -171,16 +172,25 @@ def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts
     output = tmp_path / "results" / "throughput.json"
     options = run_options(prompts_file, output, "--concurrency", "1", "2")
     assert throughput.main(options) == 130
-    assert [level["concurrency"] for level in json.loads(output.read_text())["levels"]] == [1]
+    assert not output.exists()
+    partial = output.with_suffix(".partial.json")
+    report = json.loads(partial.read_text())
+    assert ([level["concurrency"] for level in report["levels"]], report["complete"]) == ([1], False)
     assert throughput.main(options) == 0
-    assert throughput.main([*options, "--seconds", "0.08"]) == 0  # what there is is kept
-    assert calls == [1, 2, 2]
+    assert calls == [1, 2, 1, 2]
+    assert not partial.exists()
     report = json.loads(output.read_text())
     assert report["complete"] is True
+    assert set(report["load"]["cores_used_by_others"]) == {"before", "during"}
     one, two = report["levels"]
     assert list(one["policies"]) == [*default_policies(BLOCK), "transformers", "transformers_loop"]
     assert "transformers_loop" not in two["policies"]
-    assert {"git_commit", "threads", "cpu"} <= set(two["environment"])
+    assert {"git_commit", "threads", "cpu"} <= set(report["environment"])
+    for level in (one, two):
+        for entry in level["policies"].values():
+            ratio = entry["ratio_to_plain"]
+            assert len(entry["slices"]["seconds"]) >= 3
+            assert ratio["low"] <= ratio["value"] <= ratio["high"]
     assert report["cost_profile"]["verify"] == {"counts": [1, 101], "seconds": [1.0, 3.0]}
     assert (two["policies"]["plain"]["tau"], two["policies"]["plain"]["mean_verified_tokens"]) == (1.0, 0.0)
     assert two["policies"]["fixed3"]["tau"] > 1  # the drafter is always right
@@ -189,10 +199,7 @@ def test_a_run_writes_levels_goes_on_where_it_stopped_and_is_drawn(pair, prompts
     images = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert images == ["throughput.png", "throughput_per_request.png"]
     assert throughput.main(["--plot", str(output), "--output", str(tmp_path), "--policies", "fixed9"]) == 2
-    capsys.readouterr()
-    assert throughput.main([*options, "--seed", "1", "--policies", "plain", "fixed1", "--no-references"]) == 0
-    assert "holds another run (settings, cost_profile)" in capsys.readouterr().out
-    assert calls[3:] == [1, 2]
+    assert report_conditions(report) in capsys.readouterr().out
 
 
 def test_useless_drafts_come_from_a_drafter_with_random_weights(pair, prompts_file, tmp_path, monkeypatch):
@@ -246,6 +253,6 @@ def test_memory_is_what_decoding_adds_to_the_loaded_models(pair):
     assert report["peak"] >= report["resident_after_loading"] > 10
     assert report["decoding"] == pytest.approx(report["peak"] - report["resident_after_loading"], abs=0.2)
     assert set(report["weights"]) == {"target", "drafter"}
-    assert memory.resident("VmHWM") >= report["peak"] - 1
+    assert resident("VmHWM") >= report["peak"] - 1
     with pytest.raises(ValueError, match="has no VmNothing"):
-        memory.resident("VmNothing")
+        resident("VmNothing")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import training_step
+from benchmarks.lib.resident import in_fresh_process
 
 
 SMALL = (
@@ -15,7 +16,7 @@ SMALL += " --step-vocabulary 300 --target-layers 3 --repeats 1"
 
 def test_both_ways_give_the_same_loss_and_are_reported(tmp_path, monkeypatch, capsys):
     peaks = {"ours": 2.0, "naive": 8.0}
-    monkeypatch.setattr(training_step, "peak_in_fresh_process", lambda argv, part, way, dtype: peaks[way])
+    monkeypatch.setattr(training_step, "in_fresh_process", lambda command, argv, label: {"peak": peaks[argv[-2]]})
     output = tmp_path / "step.json"
     assert training_step.main([*SMALL.split(), "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -40,4 +41,4 @@ def test_a_fresh_process_prints_its_peak(way, capsys):
 
 def test_a_process_that_fails_is_an_error():
     with pytest.raises(ValueError, match="nonsense"):
-        training_step.peak_in_fresh_process(["--dtype", "nonsense"], "loss", "ours", "float32")
+        in_fresh_process("training_step", ["--dtype", "nonsense"], "nothing")

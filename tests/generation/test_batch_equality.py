@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_measure
+from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_profile
 from modeling_dspark.schedule_costs import Curve
 from modeling_dspark.schedule_settings import DraftSettings
 from modeling_dspark.target_packed import why_not_packable
@@ -245,7 +245,7 @@ def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
 def test_rounds_have_few_numbers_of_tokens_where_each_needs_kernels(schedule, fake_costs, monkeypatch):
     """Rounds with drafts; a schedule left to itself uses whatever number of tokens pays. Texts are the same."""
     costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all positions pay
-    monkeypatch.setattr(engine_measure, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_profile, "measure", lambda *_: costs)
     prompts, texts = PROMPTS * 2, texts_of("llama") * 2
     sizes = {}
     for step in (1, 4):
@@ -870,7 +870,7 @@ class TestSeeds:
     def test_set_seed_repeats_a_batch_whatever_processors_cost(self, monkeypatch):
         """A clock that runs ever faster: what is measured twice is dearer the second time, and must not matter."""
         ticks = (1e-6 * 10.0**index for index in itertools.count())
-        monkeypatch.setattr(engine_measure, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(engine_profile, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
         target = varied_target("llama")
         drafter = wrong_drafter(target, PROMPTS, texts_of("llama"))
         kwargs = self.KWARGS | {"top_k": 9, "temperature": 0.8, "num_assistant_tokens_schedule": "throughput"}

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_dspark import generate_call, modeling_dspark
+from modeling_dspark import generate_mixin
 from modeling_dspark.compat_transformers import cache_keyword
+from modeling_dspark.generate_call import AssistedCall, why_not_packed
 from tests.builders import GEMMA4_DRAFTER, script, script_rows, tiny_drafter, varied_target
 
 
@@ -34,12 +35,12 @@ def drafter_of(target, **fields):
 @pytest.fixture
 def loops(monkeypatch):
     """Names of the loops that ran."""
-    ran, packed, own = [], modeling_dspark.decode, modeling_dspark.AssistedRun
+    ran, packed, own = [], generate_mixin.decode, generate_mixin.AssistedRun
     monkeypatch.setattr(
-        modeling_dspark, "decode", lambda *args, **kwargs: (ran.append("packed"), packed(*args, **kwargs))[1]
+        generate_mixin, "decode", lambda *args, **kwargs: (ran.append("packed"), packed(*args, **kwargs))[1]
     )
     monkeypatch.setattr(
-        modeling_dspark, "AssistedRun", lambda *args, **kwargs: (ran.append("own"), own(*args, **kwargs))[1]
+        generate_mixin, "AssistedRun", lambda *args, **kwargs: (ran.append("own"), own(*args, **kwargs))[1]
     )
     return ran
 
@@ -115,5 +116,6 @@ def test_what_a_text_only_call_of_a_multimodal_target_passes():
     ids = torch.tensor(PROMPTS[:1])
     for value, expected in (({}, None), (None, None), ({"image": torch.ones(1)}, "mm_encoder_outputs")):
         keywords = {cache_keyword(): cache, "mm_encoder_outputs": value}
-        reason = generate_call.why_not_packed(target, ids, target.generation_config, keywords)
+        call = AssistedCall(target, ids, target.generation_config, [], [], model_kwargs=keywords)
+        reason = why_not_packed(call)
         assert reason == expected or expected in reason

@@ -176,7 +176,7 @@ class TestPlan:
         assert plan.positions.tolist() == [4, 5, 0, 2, 3, 4]
         assert plan.offsets == [0, 2, 3, 6]
         assert plan.stop == 6
-        assert plan.slots(10, CPU).tolist() == [54, 55, 60, 72, 73, 74]
+        assert plan.slot_mapping(10, CPU).tolist() == [54, 55, 60, 72, 73, 74]
 
     def test_unpack_repeats_the_last_entry_and_pack_undoes_it(self):
         plan = PackedPlan(self.STARTS, self.COUNTS, CPU)
@@ -570,7 +570,7 @@ class TestOtherLoop:
         inputs = {} if name == "embeddings" else {"input_ids": ids}
         expected = target.generate(**inputs, **arguments(ids), **kwargs)
         expected = getattr(expected, "sequences", expected).tolist()
-        logging.get_logger("modeling_dspark.modeling_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.generate_mixin").warning_once.cache_clear()
         drafter = scripted(target, wrong_every=1000)
         for _ in range(2):
             output = target.generate(**inputs, **arguments(ids), assistant_model=drafter, **kwargs)
@@ -609,7 +609,7 @@ class TestOtherLoop:
 
     def test_a_target_that_cannot_be_packed(self, caplog):
         target = tiny_target("lfm2")
-        logging.get_logger("modeling_dspark.modeling_dspark").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.generate_mixin").warning_once.cache_clear()
         drafter = tiny_drafter(target)
         with pytest.raises(ValueError, match=r"batch of 2.*conv.*each prompt"):
             target.generate(torch.tensor(PROMPT * 2), assistant_model=drafter, max_new_tokens=4)

@@ -227,7 +227,9 @@ def test_packed_training_blocks_equal_decoded_blocks():
         packed = forward_blocks(drafter, binding, blocks, input_ids=ids, features=features)
     hidden = packed.hidden.view(3, 4, -1)
     for index, anchor in enumerate(anchors[0].tolist()):
-        single = drafter.propose(binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache())
+        single, _ = propose_with_block(
+            binding, features[:, :anchor], anchor_tokens=ids[:, anchor], cache=DSparkCache()
+        )
         assert_close(hidden[index], single.hidden_states[0], atol=1e-5, rtol=1e-5)
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, engine_measure
+from modeling_dspark import CostProfile, DSparkConfig, RoundView, Schedule, engine_measure, engine_profile
 from modeling_dspark.engine_measure import measure
 from modeling_dspark.engine_profile import profile, profile_key
 from modeling_dspark.schedule_costs import Curve
@@ -819,7 +819,7 @@ class TestProfiles:
             calls.append(1)
             return replace(fake_costs, key=profile_key(drafter, target))
 
-        monkeypatch.setattr(engine_measure, "measure", counted)
+        monkeypatch.setattr(engine_profile, "measure", counted)
         return calls
 
     def pair(self, **overrides):
@@ -843,7 +843,7 @@ class TestProfiles:
             torch.rand(3)
             return replace(fake_costs, key=profile_key(drafter, target))
 
-        monkeypatch.setattr(engine_measure, "measure", draws)
+        monkeypatch.setattr(engine_profile, "measure", draws)
         pair = self.pair()
         torch.manual_seed(5)
         profile(*pair)
@@ -857,7 +857,7 @@ class TestProfiles:
         if trouble == "closed":
             monkeypatch.setattr(Path, "exists", self.fail(PermissionError))
         else:
-            monkeypatch.setattr(engine_measure, "costs_folder", self.costs_folder)
+            monkeypatch.setattr(engine_profile, "costs_folder", self.costs_folder)
             monkeypatch.setenv("DSPARK_CACHE", "")
             if trouble == "no home":
                 monkeypatch.setattr(Path, "expanduser", self.fail(RuntimeError))
@@ -869,7 +869,7 @@ class TestProfiles:
         if trouble == "empty variable":
             assert list((tmp_path / ".cache" / "dspark" / "costs").iterdir())
 
-    costs_folder = staticmethod(engine_measure.costs_folder)
+    costs_folder = staticmethod(engine_profile.costs_folder)
 
     def fail(self, error):
         def fails(*_, **__):
@@ -918,7 +918,7 @@ class TestProfiles:
             lambda: (tiny_drafter(target, block_size=3), target),
             lambda: (target.set_attn_implementation("eager"), (drafter, target))[1],
             lambda: (monkeypatch.setattr(torch, "get_num_threads", lambda: 77), (drafter, target))[1],
-            lambda: (monkeypatch.setattr(engine_measure, "_cpu_name", lambda: "another"), (drafter, target))[1],
+            lambda: (monkeypatch.setattr(engine_profile, "_cpu_name", lambda: "another"), (drafter, target))[1],
             lambda: (monkeypatch.setattr(torch, "__version__", "9.9"), (drafter, target))[1],
         ]
         for count, change in enumerate(changes, 2):
@@ -931,7 +931,7 @@ class TestProfiles:
     def test_a_file_that_is_damaged_or_of_something_else_is_replaced(self, damage, measured):
         drafter, target = self.pair()
         expected = profile(drafter, target)
-        (path,) = engine_measure.costs_folder().iterdir()
+        (path,) = engine_profile.costs_folder().iterdir()
         whole = path.read_text()
         path.write_text(damage(whole))
         assert profile(*self.pair()) == expected
@@ -939,9 +939,9 @@ class TestProfiles:
         assert path.read_text() == whole
 
     def test_a_folder_that_cannot_be_written_costs_a_warning(self, measured, monkeypatch, tmp_path, caplog):
-        logging.get_logger("modeling_dspark.engine_measure").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.engine_profile").warning_once.cache_clear()
         (tmp_path / "file").write_text("")
-        monkeypatch.setattr(engine_measure, "costs_folder", lambda: tmp_path / "file" / "costs")
+        monkeypatch.setattr(engine_profile, "costs_folder", lambda: tmp_path / "file" / "costs")
         drafter, target = self.pair()
         assert profile(drafter, target) is profile(drafter, target)
         assert "could not be stored" in caplog.text

@@ -103,3 +103,71 @@ def test_all_names_what_the_file_defines(path):
     assert names, f"{path.name} has no `__all__`"
     assert len(names) == len(set(names))
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+# A room may import those before it; those of one line leave each other alone.
+ROOMS = [
+    {"configuration", "compat"},
+    {"model"},
+    {"target", "fused", "schedule"},
+    {"draft"},
+    {"engine"},
+    {"generate"},
+    {"modeling"},
+]
+
+
+def place_of(module: str) -> tuple[int, str]:
+    room = module.split("_")[0]
+    return next(place for place, rooms in enumerate(ROOMS) if room in rooms), room
+
+
+@shipped
+def test_rooms_import_downward(path):
+    place, room = place_of(path.stem)
+    for node in relative_imports_of(path):
+        below, imported = place_of(node.module)
+        assert imported == room or below < place, f"{path.name}:{node.lineno} imports {node.module}, which comes later"
+
+
+@shipped
+def test_the_engine_is_left_alone(path):
+    """Whoever wants to watch an engine observes it: nobody assigns to what is its own."""
+    assert assignments_to_engines(path) == []
+
+
+@pytest.mark.parametrize("package", ["training", "hub_upload", "benchmarks"])
+def test_other_packages_leave_the_engine_alone(package):
+    files = sorted((FOLDER.parent / package).rglob("*.py"))
+    assert files
+    assert [found for path in files for found in assignments_to_engines(path)] == []
+
+
+def test_an_assignment_to_an_engine_is_found(tmp_path):
+    file = tmp_path / "planted.py"
+    file.write_text(
+        "engine.accept = watch\nself.engine.packed.cache.rows.lengths = [1]\nengine.rows.lengths[0] += 1\nengine = 1\n"
+    )
+    assert len(assignments_to_engines(file)) == 3
+
+
+def assignments_to_engines(path: Path) -> list[str]:
+    """Places that write an attribute of something called an engine, or `setattr` it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "any")]
+        for target in targets:
+            inner = target
+            while isinstance(inner, (ast.Attribute, ast.Subscript)):
+                inner = inner.value
+                name = inner.attr if isinstance(inner, ast.Attribute) else getattr(inner, "id", "")
+                if name.strip("_") == "engine":
+                    found.append(f"{path.name}:{node.lineno}")
+                    break
+    return found

@@ -186,7 +186,7 @@ class TestWhereARunBegins:
     def test_not_in_the_folder_of_another_run(self, folder, there):
         self.checkpoint(folder, there)
         for more in ({}, {"resume_from_checkpoint": "false"}):
-            with pytest.raises(ValueError, match=f"`output_dir`.*'{there}'.*resume_from_checkpoint"):
+            with pytest.raises(ValueError, match=f"`output_dir`.*'{there}'.*resume-from-checkpoint"):
                 main(flags(folder, "run", **more))
 
     def test_nor_while_another_process_trains_there(self, folder):
@@ -226,7 +226,7 @@ class TestWhereARunBegins:
             raise RuntimeError("inline_container.cc: unexpected pos")  # of `torch.save`
 
         monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(ValueError, match=r"checkpoint of step 1 .* could not be written.*resume_from_checkpoint"):
+        with pytest.raises(ValueError, match=r"checkpoint of step 1 .* could not be written.*resume-from-checkpoint"):
             main(flags(folder, "run", save_strategy="steps", save_steps=1))
 
     def test_cut_weights_are_named(self, folder):

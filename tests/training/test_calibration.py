@@ -1,4 +1,4 @@
-"""Sequential temperature scaling: the figures, the fit, recording with resume, and what the command writes."""
+"""Sequential temperature scaling: the figures, the fit, the recorded rounds, and what the command writes."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from tests.builders import tiny_drafter, tiny_target
-from training import calibrate as calibrate_module
-from training.calibrate import CalibrateArguments, calibrate, split_records
+from training.confidence import calibration as calibration_module
+from training.confidence.calibration import CalibrateArguments, HoldoutArguments, calibrate, split_records
 from training.confidence.outputs import table, write_temperatures
-from training.confidence.rounds import Prompt, join, make_engine, record, record_to_file, rounds_of
+from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of
 from training.confidence.scaling import (
     TEMPERATURE_GRID,
     Rounds,
@@ -262,12 +262,6 @@ class TestRecord:
     def prompts(self, count=11):
         return [Prompt(index, (index + 1, 2, 3)) for index in range(count)]
 
-    def to_file(self, path, prompts, *, crash_after=None, settings=None):
-        def recorder(pending):
-            return record(FakeEngine(crash_after), pending, max_new_tokens=9, batch_size=3)
-
-        return record_to_file(path, settings or {"dtype": "float32"}, prompts, recorder)
-
     def test_finished_requests_make_room(self):
         engine = FakeEngine()
         finished = [index for index, _ in record(engine, self.prompts(), max_new_tokens=9, batch_size=3)]
@@ -275,10 +269,10 @@ class TestRecord:
         assert engine.most_running == 3
         assert engine.running == []
 
-    def test_what_is_recorded(self, tmp_path):
-        records = self.to_file(tmp_path / "rounds.jsonl", self.prompts(3))
+    def test_what_is_recorded(self):
+        finished = dict(record(FakeEngine(), self.prompts(3), max_new_tokens=9, batch_size=3))
+        records = [rounds_of(finished[index]) for index in range(3)]
         statistics = FakeEngine().add_request(torch.tensor([2, 2, 3]), 9).statistics
-        assert records[1]["prompt"] == 1
         assert records[1]["accepted"] == statistics.accepted[1:]
         rounds = join(records, 4)
         assert len(rounds) == sum(len(each["accepted"]) for each in records)
@@ -306,42 +300,6 @@ class TestRecord:
         statistics.confidence_logits.pop()
         with pytest.raises(ValueError, match="4 rounds drafted.*3"):
             rounds_of(statistics)
-
-    def test_resume_after_a_crash(self, tmp_path):
-        """A run that dies twice, once with half a line written, leaves the file of an undisturbed run."""
-        whole = tmp_path / "whole.jsonl"
-        self.to_file(whole, self.prompts())
-        path = tmp_path / "rounds.jsonl"
-        for crash_after in (3, 2):
-            with pytest.raises(KeyboardInterrupt):
-                self.to_file(path, self.prompts(), crash_after=crash_after)
-            with path.open("a") as file:
-                file.write('{"prompt": 4, "acc')
-        assert 1 < len(path.read_text().splitlines()) < 12
-        self.to_file(path, self.prompts())
-        assert path.read_text() == whole.read_text()
-
-    def test_more_prompts_are_added(self, tmp_path):
-        path = tmp_path / "rounds.jsonl"
-        first = self.to_file(path, self.prompts(4))
-        # Two more, and the engine would raise at a third.
-        assert self.to_file(path, self.prompts(6), crash_after=2)[:4] == first
-        assert self.to_file(path, self.prompts(4), crash_after=0) == first
-        assert len(path.read_text().splitlines()) == 7
-
-    def test_foreign_files_are_refused(self, tmp_path):
-        path = tmp_path / "rounds.jsonl"
-        self.to_file(path, self.prompts(2))
-        content = path.read_text()
-        with pytest.raises(ValueError, match="dtype.*float32.*bfloat16"):
-            self.to_file(path, self.prompts(2), settings={"dtype": "bfloat16"})
-        assert path.read_text() == content
-        path.write_text('{"settings": {"dtype": "float32"}}\n{"prompt": 0}\n')
-        with pytest.raises(ValueError, match="line 2"):
-            self.to_file(path, self.prompts(2))
-        path.write_text('{"prompt": 0}\n')
-        with pytest.raises(ValueError, match="line of settings"):
-            self.to_file(path, self.prompts(2))
 
 
 class TestEngine:
@@ -404,7 +362,7 @@ def arguments(workspace, **fields):
 
 @pytest.fixture
 def fake_engine(monkeypatch):
-    monkeypatch.setattr(calibrate_module, "make_engine", lambda drafter, target, temperature: FakeEngine())
+    monkeypatch.setattr(calibration_module, "make_engine", lambda drafter, target, temperature: FakeEngine())
 
 
 @pytest.mark.usefixtures("fake_engine")
@@ -447,20 +405,30 @@ class TestCommand:
         assert str(workspace / "drafter" / "config.json") in lines[-2]
         assert lines[-1] == f"written to {out}"
 
-    def test_a_second_run_answers_nothing_again(self, workspace, monkeypatch):
-        """The first run changed the drafter's temperatures, not what is recorded; a dry run changes nothing."""
+    def test_equal_runs_are_equal_and_a_dry_run_changes_nothing(self, workspace):
+        """The temperatures in the drafter's config do not change what is recorded; the split depends on the seed."""
         first = calibrate(arguments(workspace, dry_run=True))
         assert json.loads((workspace / "drafter" / "config.json").read_text())["confidence_temperatures"] is None
-        monkeypatch.setattr(calibrate_module, "make_engine", lambda *arguments: FakeEngine(crash_after=0))
+        rounds = (workspace / "out" / "rounds.jsonl").read_text()
+        settings, *records = map(json.loads, rounds.splitlines())
+        assert settings["settings"]["max_new_tokens"] == 12
+        assert [each["prompt"] for each in records] == list(range(40))
         assert calibrate(arguments(workspace)) == first
         assert calibrate(arguments(workspace)) == first
+        assert (workspace / "out" / "rounds.jsonl").read_text() == rounds
         other = calibrate(arguments(workspace, seed=1, holdout=0.25))
         assert sum(other.counts) < sum(first.counts)
+
+    def test_an_interrupted_run_leaves_nothing(self, workspace, monkeypatch):
+        monkeypatch.setattr(calibration_module, "make_engine", lambda *arguments: FakeEngine(crash_after=13))
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(arguments(workspace))
+        assert not (workspace / "out").exists()
 
     def test_temperatures_that_do_not_help_are_not_used(self, workspace, monkeypatch, caplog):
         """All are 1 then, everywhere, and not what an earlier calibration left."""
         write_temperatures(workspace / "drafter", [2.0] * 4)
-        monkeypatch.setattr(calibrate_module, "fit_temperatures", lambda rounds: (0.05,) * 4)
+        monkeypatch.setattr(calibration_module, "fit_temperatures", lambda rounds: (0.05,) * 4)
         report = calibrate(arguments(workspace))
         assert report.temperatures == (1.0,) * 4
         assert report.after == report.before
@@ -472,33 +440,6 @@ class TestCommand:
         assert full["fitted"]["ece"] > report.before.means()["ece"]
         assert "all are set to 1" in caplog.text
         assert "end of the grid" in caplog.text
-
-    def test_a_stopped_run_goes_on(self, workspace, monkeypatch):
-        whole = calibrate(arguments(workspace, output=str(workspace / "whole")))
-        monkeypatch.setattr(calibrate_module, "make_engine", lambda *arguments: FakeEngine(crash_after=13))
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(arguments(workspace))
-        assert not (workspace / "out" / "report.json").exists()
-        monkeypatch.setattr(calibrate_module, "make_engine", lambda *arguments: FakeEngine())
-        assert calibrate(arguments(workspace)) == whole
-        for name in ("rounds.jsonl", "calibration.json"):
-            assert (workspace / "out" / name).read_text() == (workspace / "whole" / name).read_text()
-
-    @pytest.mark.parametrize("changed", [{"max_new_tokens": 13}, {"temperature": 0.7}, {"dtype": "bfloat16"}])
-    def test_other_settings_are_refused(self, workspace, changed):
-        calibrate(arguments(workspace, dry_run=True))
-        with pytest.raises(ValueError, match=next(iter(changed))):
-            calibrate(arguments(workspace, **changed))
-
-    def test_another_drafter_or_other_prompts_are_refused(self, workspace):
-        calibrate(arguments(workspace))
-        tiny_drafter(tiny_target("llama"), seed=5).save_pretrained(workspace / "other")
-        with pytest.raises(ValueError, match="'drafter'"):
-            calibrate(arguments(workspace, drafter=str(workspace / "other"), target=str(workspace / "target")))
-        with (workspace / "prompts.jsonl").open("a") as file:
-            file.write('{"text": "abc"}\n')
-        with pytest.raises(ValueError, match="prompts_sha256"):
-            calibrate(arguments(workspace))
 
     def test_unusable_drafters(self, workspace):
         with pytest.raises(ValueError, match="local folder"):
@@ -545,15 +486,18 @@ class TestCommand:
 
 
 class TestSplitAndConfig:
+    def split(self, holdout):
+        return HoldoutArguments(drafter="d", prompts="p", holdout=holdout)
+
     def test_prompts_are_split_not_rounds(self):
         records = [{"prompt": index, "accepted": [0] * (index % 4)} for index in range(40)]
-        fit, held_out = split_records(records, 0.3, 0)
+        fit, held_out = split_records(records, self.split(0.3))
         assert (len(fit), len(held_out)) == (21, 9)
         assert sorted(each["prompt"] for each in fit + held_out) == [i for i in range(40) if i % 4]
-        assert split_records(records, 0.3, 0) == (fit, held_out)
-        assert [len(part) for part in split_records(records[:3], 0.01, 0)] == [1, 1]
+        assert split_records(records, self.split(0.3)) == (fit, held_out)
+        assert [len(part) for part in split_records(records[:3], self.split(0.01))] == [1, 1]
         with pytest.raises(ValueError, match="1 of 2 answers"):
-            split_records(records[:2], 0.5, 0)
+            split_records(records[:2], self.split(0.5))
 
     def test_the_config_is_replaced_at_once(self, tmp_path, monkeypatch):
         """A crash while writing leaves the old config, and nothing else in the folder."""

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.builders import tiny_target
+from training.answers import regeneration
 from training.common import targets
 from training.common.commands import exit_status
 
@@ -41,7 +42,7 @@ def test_ctrl_c_ends_with_130(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(targets, "load_tokenizer", interrupted)
+    monkeypatch.setattr(regeneration, "load_tokenizer", interrupted)
     assert run("regenerate", "--prompts", "p", "--output", "a.jsonl", monkeypatch=monkeypatch) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -1,9 +1,8 @@
-"""Evaluation: its numbers against loops over hand-written rounds, the command from end to end, resuming, the metrics."""
+"""Evaluation: its numbers against loops over hand-written rounds, the command from end to end, speed, the metrics."""
 
 import json
 import math
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import evaluate as evaluate_library
@@ -15,10 +14,11 @@ from scipy.stats import mannwhitneyu
 from modeling_dspark import Engine
 from modeling_dspark.schedule_settings import DraftSettings
 from tests.builders import VOCAB, tiny_drafter, tiny_target
-from training import evaluate as command
+from training.confidence import pair
 from training.confidence.rounds import Prompt, join, make_engine, record, rounds_of
-from training.evaluate import EvaluateArguments, evaluate
 from training.evaluation import runs as evaluation_runs
+from training.evaluation import timing
+from training.evaluation.evaluation import EvaluateArguments, evaluate
 from training.evaluation.figures import acceptance_figures, calibration_figures, speed_figures, threshold_sweep
 from training.evaluation.report import EvalReport
 
@@ -277,12 +277,6 @@ def arguments(workspace, output, **fields):
     return EvaluateArguments(**({name: str(path) for name, path in paths.items()} | defaults | fields))
 
 
-def untimed(report):
-    """A report without what depends on time."""
-    sets = {name: replace(part, speed=None) for name, part in report.sets.items()}
-    return replace(report, sets=sets, pooled=replace(report.pooled, speed=None), timing=None)
-
-
 def recorded_rounds(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     return {
@@ -343,7 +337,7 @@ class TestCommand:
         assert EvalReport.from_json(text) == report
         assert EvalReport.from_json(text).to_json() == text
         assert str(workspace) not in text
-        assert {"cpu", "torch", "transformers", "evaluate", "git_commit", "threads"} <= set(report.environment)
+        assert {"cpu", "torch", "transformers", "git_commit", "threads"} <= set(report.environment)
         assert len(report.drafter["fingerprint"]) == len(report.target["fingerprint"]) == 16
         assert report.settings["prompts"] == "prompts.jsonl"
         assert report.settings["group_by"] == "source"
@@ -421,96 +415,83 @@ class TestCommand:
         assert reports[0].pooled.acceptance != reports[2].pooled.acceptance
 
 
-def crash_after(number, monkeypatch, module, name):
-    """Let an iterator or call raise instead of giving its item of a number; returns the items given."""
-    real, given = getattr(module, name), []
+class Clock:
+    """Time that passes with the work of a target: 1 per forward, and 10 for each copy of its LM head.
 
-    def counted(item):
-        if len(given) == number:
-            raise KeyboardInterrupt
-        given.append(item)
-        return item
+    That is PyTorch's rule for half precision: it copies the weights of a product with a slice `[1, 1, D]` of longer hidden
+    states, as in every prefill of plain `generate`, unless the weights require gradients.
+    """
 
-    def iterates(*args, **kwargs):
-        for item in real(*args, **kwargs):
-            yield counted(item)
+    def __init__(self, target):
+        self.now = 0.0
+        target.model.register_forward_pre_hook(self.forward)
+        target.lm_head.register_forward_pre_hook(self.head)
 
-    def calls(*args, **kwargs):
-        return counted(real(*args, **kwargs))
+    def forward(self, *_):
+        self.now += 1
 
-    monkeypatch.setattr(module, name, iterates if name == "record" else calls)
-    return given
+    def head(self, module, inputs):
+        states = inputs[0]
+        is_slice = states.dim() == 3 and states.stride(0) != states.stride(1) * states.shape[1]
+        self.now += 10 * (is_slice and not module.weight.requires_grad)
+
+    def perf_counter(self):
+        return self.now
 
 
-class TestResume:
-    @pytest.mark.parametrize("temperature", [0.0, 0.9])
-    def test_rounds_after_kills(self, workspace, tmp_path, temperature):
-        """Killed within a batch, and within a line: the files are those of an undisturbed run, byte for byte."""
-        whole = evaluate(arguments(workspace, tmp_path / "whole", temperature=temperature))
-        output = tmp_path / "killed"
-        for number in (0, 4, 5):
-            with pytest.MonkeyPatch.context() as patch:
-                crash_after(number, patch, evaluation_runs, "record")
-                with pytest.raises(KeyboardInterrupt):
-                    evaluate(arguments(workspace, output, temperature=temperature))
-            with (output / "rounds.jsonl").open("a") as file:
-                file.write('{"prompt": 15, "batch": [1')
-        assert not (output / "report.json").exists()
-        with pytest.MonkeyPatch.context() as patch:
-            answered = crash_after(99, patch, evaluation_runs, "record")
-            assert evaluate(arguments(workspace, output, temperature=temperature)) == whole
-        assert 0 < len(answered) < 16
-        for name in ("rounds.jsonl", "report.json", "report.md"):
-            assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+class TestSpeed:
+    def timed(self, workspace, tmp_path, monkeypatch, name, **fields):
+        """An evaluation by the clock of the target that the command loads, and that clock."""
+        clocks, load = [], pair.load_target
 
-    def test_timings_after_a_kill(self, workspace, tmp_path, monkeypatch):
-        fields = {"no_speed": False, "limit": 2}
-        whole = evaluate(arguments(workspace, tmp_path / "whole", **fields))
-        output = tmp_path / "killed"
-        with pytest.MonkeyPatch.context() as patch:
-            crash_after(3, patch, evaluation_runs, "measure")
-            with pytest.raises(KeyboardInterrupt):
-                evaluate(arguments(workspace, output, **fields))
-        kept = (output / "speed.jsonl").read_text().splitlines()
-        assert len(kept) == 1 + 3
-        timed = crash_after(9, monkeypatch, evaluation_runs, "measure")
-        answered = crash_after(0, monkeypatch, evaluation_runs, "record")
-        report = evaluate(arguments(workspace, output, **fields))
-        assert (len(timed), len(answered)) == (1, 0)
-        assert set(kept) < set((output / "speed.jsonl").read_text().splitlines())
-        assert untimed(report) == untimed(whole)
-        assert report != whole
-        # With everything recorded, another set of thresholds decodes nothing.
-        swept = evaluate(arguments(workspace, output, thresholds=[0.25], **fields))
-        assert (len(timed), len(answered)) == (1, 0)
-        assert swept.pooled.speed == report.pooled.speed
+        def load_target(*given):
+            target = load(*given)
+            clocks.append(Clock(target))
+            monkeypatch.setattr(timing, "time", clocks[-1])
+            return target
 
-    def test_a_larger_limit_gives_what_it_gives_from_the_start(self, workspace, tmp_path):
-        """Batches that get new members are answered anew."""
-        evaluate(arguments(workspace, tmp_path / "grown", limit=4))
-        evaluate(arguments(workspace, tmp_path / "grown", limit=5))
-        evaluate(arguments(workspace, tmp_path / "whole", limit=5))
-        for name in ("rounds.jsonl", "report.json"):
-            assert (tmp_path / "grown" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        monkeypatch.setattr(pair, "load_target", load_target)
+        drafter = str(workspace / name)
+        return evaluate(arguments(workspace, tmp_path, drafter=drafter, no_speed=False, **fields)), clocks
 
-    @pytest.mark.parametrize(
-        "changed", [{"max_new_tokens": 15}, {"temperature": 0.7}, {"batch_size": 2}, {"group_by": "kind"}]
-    )
-    def test_other_settings_are_refused(self, workspace, tmp_path, changed):
-        evaluate(arguments(workspace, tmp_path, limit=1))
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        with pytest.raises(ValueError, match=f"{next(iter(changed))}.*choose another `output`"):
-            evaluate(arguments(workspace, tmp_path, limit=1, **changed))
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    def test_a_drafter_without_accepted_drafts_is_no_gain(self, workspace, tmp_path, monkeypatch):
+        _, drafter = markov_pair(wrong_every=1)
+        drafter.config.default_num_assistant_tokens_schedule = "fixed"
+        save(drafter, workspace, "wrong")
+        report, clocks = self.timed(workspace, tmp_path, monkeypatch, "wrong")
+        assert report.pooled.acceptance["verify_rate"] == 0
+        assert len(clocks) == 1  # one target for both methods
+        for figures in (*report.sets.values(), report.pooled):
+            assert figures.speed.plain == 1  # token per forward: nothing was copied
+            assert figures.speed.ratio <= 1
 
-    def test_timings_of_another_machine_are_refused(self, workspace, tmp_path, monkeypatch):
-        fields = {"no_speed": False, "limit": 1}
-        evaluate(arguments(workspace, tmp_path, **fields))
-        real = command.environment
-        monkeypatch.setattr(command, "environment", lambda *names: real(*names) | {"device": "a faster one"})
-        with pytest.raises(ValueError, match="speed.jsonl.*a faster one"):
-            evaluate(arguments(workspace, tmp_path, **fields))
-        assert evaluate(arguments(workspace, tmp_path, limit=1)).pooled.speed is None
+    def test_accepted_drafts_are_a_gain(self, workspace, tmp_path, monkeypatch):
+        """The same clock shows what a good drafter saves: here the acceptance length, but for the ends of the texts."""
+        _, drafter = markov_pair(wrong_every=100)
+        drafter.config.default_num_assistant_tokens_schedule = "fixed"
+        save(drafter, workspace, "right")
+        report, _ = self.timed(workspace, tmp_path, monkeypatch, "right")
+        assert 1.5 < report.pooled.speed.ratio <= report.pooled.acceptance["acceptance_length"]
+
+    def test_methods_take_turns(self, workspace, monkeypatch):
+        """Each prompt is answered both ways before the next one, and the way that begins changes."""
+        target, drafter = markov_pair()
+        calls, call = [], timing.timed_call
+
+        def noted(model, prompt_ids, *, max_new_tokens, arguments):
+            assert model is target
+            assert all(parameter.requires_grad for parameter in target.parameters())
+            calls.append((prompt_ids, "assistant_model" in arguments))
+            return call(model, prompt_ids, max_new_tokens=max_new_tokens, arguments=arguments)
+
+        prompts = [Prompt(index, (5 + index, 20)) for index in range(3)]
+        monkeypatch.setattr(timing, "timed_call", noted)
+        evaluation_runs.record_speed(prompts, drafter=drafter, target=target, max_new_tokens=4, sampling={})
+        first, second, third = (prompt.input_ids for prompt in prompts)
+        assert calls[:2] == [(first, False), (first, True)]  # to warm up
+        assert calls[2:] == [
+            (first, False), (first, True), (second, True), (second, False), (third, False), (third, True),
+        ]  # fmt: skip
 
 
 class TestHostileInput:
@@ -600,7 +581,7 @@ class TestMetricModules:
         monkeypatch.setattr(socket.socket, "connect", refuse)
 
     def load(self, name, tmp_path):
-        return evaluate_library.load(str(ROOT / "training" / "metrics" / name), cache_dir=str(tmp_path))
+        return evaluate_library.load(str(ROOT / "training" / "evaluation" / "metrics" / name), cache_dir=str(tmp_path))
 
     def test_speculative_acceptance(self, tmp_path):
         metric = self.load("speculative_acceptance", tmp_path)

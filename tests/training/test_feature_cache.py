@@ -100,16 +100,14 @@ def test_the_size_is_predicted_and_said_before_anything_is_written(tmp_path, tar
     with pytest.raises(pytest.fail.Exception):
         cache.build(target, binding, limit_gb=1)
     assert not folder.exists()
-    assert (
-        f"{size_text(cache.num_bytes)}, of which {size_text(cache.num_bytes)} are still to be computed" in caplog.text
-    )
+    assert f"{size_text(cache.num_bytes)}, of which {size_text(cache.num_bytes)} are missing" in caplog.text
     monkeypatch.undo()
     cache.build(target, binding, limit_gb=1)
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert cache.num_bytes - 512 * 3 < written <= cache.num_bytes
     caplog.clear()
     cache_of(folder).build(target, binding, limit_gb=1)
-    assert "of which 0 kB are still to be computed" in caplog.text
+    assert "of which 0 kB are missing" in caplog.text
 
 
 def test_the_folder_is_bounded(tmp_path, target, binding):
@@ -198,7 +196,7 @@ class TestFullDisk:
         usage = namedtuple("usage", "free")
         cache = cache_of(tmp_path / "features")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(cache.num_bytes - 1))
-        match = rf"too full.*{size_text(cache.num_bytes)} are needed, .* are free.*goes on from here"
+        match = rf"too full.*{size_text(cache.num_bytes)} are needed, .* are free.*continues from here"
         with pytest.raises(ValueError, match=match):
             cache.build(target, binding, limit_gb=1)
         assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import tiny_drafter
 from tests.training.toy_run import flags, write_inputs
 from training.common.files import read_jsonl
 from training.run.resuming import last_whole_checkpoint
@@ -32,10 +31,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_tokenizer):
-    """A tiny pair, prompts of two sets, and random answers."""
+    """A tiny target, prompts, and random answers."""
     folder = tmp_path_factory.mktemp("kills")
-    target = write_inputs(folder, tiny_tokenizer, count=640)
-    tiny_drafter(target).save_pretrained(folder / "drafter")
+    write_inputs(folder, tiny_tokenizer, count=640)
     prompts = [{"text": f"{'abcdefgh'[n % 5 : 5 + n % 4]}{n}", "source": "xy"[n % 2]} for n in range(120)]
     (folder / "sets.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
@@ -147,16 +145,3 @@ def test_training(folder):
 def untimed(log):
     timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
     return [{name: entry[name] for name in entry.keys() - timings} for entry in read_jsonl(log)[:-1]]
-
-
-def test_evaluation(folder):
-    """Rounds, report, table and plots; sampled answers."""
-    whole, killed = folder / "evaluation", folder / "evaluation-killed"
-    words = [
-        *("training.evaluate", "--drafter", folder / "drafter", "--target", folder / "target", "--no_speed"),
-        *("--prompts", folder / "sets.jsonl", "--dtype", "float32", "--max_new_tokens", 20, "--batch_size", 5),
-        *("--temperature", 0.7, "--output"),
-    ]
-    assert run([*words, whole])
-    kill_and_resume([*words, killed], by_size(killed, whole), seed=4)
-    assert_same_files(killed, whole)

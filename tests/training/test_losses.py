@@ -32,7 +32,7 @@ def naive_loss(logits, p, labels, weights, w):
     ce = torch.stack([-row[label] if label >= 0 else row.sum() * 0 for row, label in zip(log_q, labels, strict=True)])
     soft = -(p * log_q).sum(-1)
     l1 = (q - p).abs().sum(-1) + 1 - p.sum(-1)
-    return (weights * (w.ce * ce + w.soft * soft + w.l1 * l1)).sum(), l1
+    return (weights * (w.ce * ce + w.kd * soft + w.l1 * l1)).sum(), l1
 
 
 @pytest.mark.parametrize("reduced", [False, True])

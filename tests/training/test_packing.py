@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from tests.builders import VOCAB, tiny_drafter, tiny_target, varied_target
 from tests.training.test_pipeline import arguments, train_flags, workspace  # noqa: F401 - a fixture
+from training.answers.regeneration import regenerate
 from training.data.batches import ConversationDataset, collate
 from training.data.blocks import block_mask, block_positions, flex_block_mask, make_blocks
 from training.data.conversations import Conversation
@@ -14,7 +15,6 @@ from training.data.features import compute_features
 from training.data.packing import check_packing, pack
 from training.objective.attention import CHUNKED_ATTENTION
 from training.objective.forward import forward_blocks
-from training.regenerate import regenerate
 from training.run.arguments import DSparkTrainingArguments
 from training.train import main
 

@@ -17,11 +17,16 @@ from modeling_dspark.target_binding import hidden_states_argument
 from tests.builders import VOCAB, tiny_drafter, tiny_target
 from tests.training.toy_run import flags
 from training.answers import local as answering
+from training.answers.arguments import RegenerateArguments
+from training.answers.plan import plan_batches, plan_requests
+from training.answers.regeneration import regenerate
+from training.common.files import read_jsonl
 from training.data.conversations import Conversation, choose_draft_vocabulary, load_conversations
 from training.data.features import compute_features, pad_ids
-from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 from training.run.initialization import config_for_target, default_layer_ids, start_markov_embedding, warm_start
-from training.train import main, parse_arguments, split_conversations
+from training.run.options import parse_arguments
+from training.run.training import split_conversations
+from training.train import main
 
 
 ROOT = Path(__file__).parents[2]
@@ -277,7 +282,7 @@ class TestTrain:
                 eval_strategy="steps",
                 eval_steps=30,
                 draft_vocab_size=40,
-                soft_weight=0.5,
+                kd_weight=0.5,
             )
         )
         log = [json.loads(line) for line in (workspace / "run" / "log.jsonl").read_text().splitlines()]

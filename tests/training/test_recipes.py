@@ -9,7 +9,8 @@ import torch
 from modeling_dspark import DSparkConfig, DSparkModel
 from training.run.dry_run import meta_target
 from training.run.initialization import config_for_target
-from training.train import main, parse_arguments
+from training.run.options import parse_arguments
+from training.train import main
 
 
 ROOT = Path(__file__).parents[2]

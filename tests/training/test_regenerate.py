@@ -17,14 +17,16 @@ from transformers import AutoTokenizer
 
 from tests.builders import tiny_target
 from tests.training.chat_server import ChatDouble
+from training.answers.arguments import RegenerateArguments
 from training.answers.local import batch_seed
+from training.answers.plan import plan_batches, plan_requests
 from training.answers.provenance import settings_of
+from training.answers.regeneration import regenerate
 from training.answers.served import end_of_turn_id
-from training.common.files import JsonlAppender, write_atomically
+from training.common.files import JsonlAppender, read_jsonl, write_atomically
 from training.common.targets import chat_template_hash, target_revision
 from training.data.conversations import load_conversations
 from training.data.prompts import continuation_ids, prompt_ids, read_prompts
-from training.regenerate import RegenerateArguments, plan_batches, plan_requests, read_jsonl, regenerate
 
 
 ROOT = Path(__file__).parents[2]

@@ -132,12 +132,21 @@ def test_a_step_may_be_split_and_packed_and_features_cached(folder):
         assert_close(resumed[name], weight, atol=1e-2, rtol=0, msg=name)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_with(folder, caplog):
+def test_a_checkpoint_of_an_earlier_version_is_resumed(folder, caplog):
     noted = folder / "run" / "checkpoint-2" / "run_settings.json"
     noted.rename(folder / "settings.json")
     main(flags(folder, "run", **RESUMED | {"max_steps": 3, "seed": 4}))
-    assert caplog.text.count("is of an earlier version, which did not note ['answers', ") == 1
+    assert caplog.text.count("is from an earlier version, which did not note ['answers', ") == 1
     assert DSparkModel.from_pretrained(folder / "run" / "drafter").config.block_size == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_has_earlier_names(folder, caplog):
+    noted = folder / "run" / "checkpoint-2" / "run_settings.json"
+    noted.write_text(noted.read_text().replace("kd_weight", "soft_weight"))
+    with pytest.raises(ValueError, match=r"'kd_weight': \(0.0, 0.5\)"):
+        main(flags(folder, "run", **RESUMED | {"max_steps": 3, "kd_weight": 0.5}))
+    main(flags(folder, "run", **RESUMED | {"max_steps": 3}))
+    assert "earlier version" not in caplog.text
 
 
 def test_another_run_begins_from_a_checkpoint(folder):

@@ -85,8 +85,8 @@ def test_back_off_doubles_up_to_a_bound():
     [
         ({"status": 400, "content": "the context is too long"}, "400: the context is too long"),
         ({"status": 404}, "404"),
-        ({"content": '{"choices": []}'}, "no chat completion"),
-        ({"content": "[1]"}, "no chat completion"),
+        ({"content": '{"choices": []}'}, "not a chat completion"),
+        ({"content": "[1]"}, "not a chat completion"),
         ({"choice": {"finish_reason": "content_filter"}}, "content_filter"),
     ],
     ids=str,

@@ -1,10 +1,11 @@
-"""The arguments of `training.regenerate`, checked when they are made."""
+"""The arguments of `training.regenerate`, checked on construction."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.common.targets import EMBEDDED_TARGET
+from training.common.commands import check_choice
+from training.common.targets import DTYPES, EMBEDDED_TARGET
 from training.data.prompts import Thinking
 
 
@@ -58,9 +59,7 @@ class RegenerateArguments:
     )
     check_prompt_tokens: bool = field(
         default=True,
-        metadata={
-            "help": "Stop if the server counts another number of prompt tokens than the target's template gives."
-        },
+        metadata={"help": "Stop if the server's count of prompt tokens differs from that of the target's template."},
     )
     temperatures: list[float] = field(
         default_factory=lambda: [0.0, 0.8],
@@ -75,9 +74,7 @@ class RegenerateArguments:
     max_turns: int | None = field(default=None, metadata={"help": "Answer only the first N user turns of a prompt."})
     thinking: Thinking = field(
         default="default",
-        metadata={
-            "help": "`enable_thinking` of the chat template: `on`, `off`, or whatever the template does by itself."
-        },
+        metadata={"help": "`enable_thinking` of the chat template: `on`, `off`, or the template's default."},
     )
     max_new_tokens: int = field(default=192, metadata={"help": "Longest answer, in tokens."})
     max_prompt_tokens: int = field(
@@ -101,15 +98,17 @@ class RegenerateArguments:
         for name in ("skip", "max_retries", "max_failures"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        check_choice("dtype", self.dtype, DTYPES)
         values: Any = self.temperatures
-        dealt = isinstance(values, list) and values and all(valid_sampling("temperature", value) for value in values)
+        are_temperatures = (
+            isinstance(values, list) and values and all(valid_sampling("temperature", value) for value in values)
+        )
         url = self.server is None or self.server.startswith(("http://", "https://"))
         checks = {
-            "temperatures": (dealt, "must be a non-empty list of numbers >= 0"),
+            "temperatures": (are_temperatures, "must be a non-empty list of numbers >= 0"),
             "seed": (0 <= self.seed < 2**32, "must lie in [0, 2**32)"),
             "top_p": (valid_sampling("top_p", self.top_p), "must lie in (0, 1]"),
             "timeout": (0 < self.timeout < math.inf, "must be a number of seconds above 0"),
-            "dtype": (self.dtype in ("bfloat16", "float16", "float32"), "must be bfloat16, float16 or float32"),
             "server": (url, "must be a URL such as http://localhost:8000/v1"),
             "model": (
                 self.model is None or self.server is not None,

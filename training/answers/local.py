@@ -1,6 +1,6 @@
 """Answers by the in-process target, batch by batch.
 
-Every batch has its own seed, so the answers do not depend on where a run was stopped before.
+Every batch has its own seed, so the answers do not depend on where an earlier run was stopped.
 """
 
 from array import array
@@ -58,7 +58,7 @@ def _cut_after_eos(ids: list[int], stops: set[int | None]) -> list[int]:
 def answers_of_target(
     arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBase, requests: list[Request], answers: Answers
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records that are missing in `answers`: all first turns, then all second ones, and so on."""
+    """Yield the records that `answers` lacks: all first turns, then all second turns, and so on."""
     target: Any = load_target(arguments.target, arguments.dtype)
     target.to(arguments.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -83,10 +83,10 @@ def answers_of_target(
 
 
 def to_answer(batch: list[Request], answers: Answers, seed: int) -> list[Request]:
-    """What of a batch has to go through the target.
+    """The requests of a batch that the target has to answer.
 
-    Draws depend on the rows drawn together, so a batch that a kill cut in the middle is answered again as a whole. If the
-    answers that are there are those of another batch (a run with another `limit`), only the missing ones are answered.
+    Draws depend on the rows drawn together, so a batch that a kill cut in the middle is answered again as a whole. If its
+    answers are from another batch (a run with another `limit`), only the missing ones are answered.
     """
     missing = [request for request in batch if request.key not in answers]
     cut = any(request.key in answers and answers[request.key].seed == seed for request in batch)

@@ -1,7 +1,7 @@
-"""What is to be answered: the requests that follow from prompts and arguments.
+"""The requests that follow from prompts and arguments. Nothing is answered here.
 
-A request is one turn of one conversation. Which ones there are depends on the prompts, the arguments and the answers so
-far, and on nothing else, so a run that was stopped finds its place again. Nothing is answered here.
+A request is one turn of one conversation. The requests depend on the prompts, the arguments and the answers so far, and on
+nothing else, so a run that was stopped finds its place again.
 """
 
 import random
@@ -20,12 +20,12 @@ from training.data.prompts import chat, prompt_ids, read_prompts, render_chat, t
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to be made: a turn of a conversation.
+    """One answer to make: a turn of a conversation.
 
     Attributes:
-        prompt (`int`): Place of the prompt among the prompts.
-        sample (`int`): Which of the conversations that start from this prompt.
-        turns (`tuple[str, ...]`): All user turns that will be answered.
+        prompt (`int`): Index of the prompt.
+        sample (`int`): Index of the conversation among those that start from this prompt.
+        turns (`tuple[str, ...]`): All user turns to answer.
         answers (`tuple[str, ...]`): Answers to the turns before this one.
         input_ids (`tuple[int, ...]`): What the target sees.
         temperature, top_p, max_new_tokens: How the answer is sampled.
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation, up to the turn that is to be answered."""
+        """The conversation, up to the turn to answer."""
         return chat(self.turns[: self.turn + 1], self.answers)
 
     def record(self, answer_ids: list[int], *, seed: int, finish_reason: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run has to know of an answer that is in the file: compact, since all answers are kept."""
+    """An answer that is in the file, kept compact since all answers are kept."""
 
     ids: array
     seed: int | None
@@ -82,7 +82,7 @@ def answers_in(path: Path) -> Answers:
     """The answers of a file.
 
     Raises:
-        ValueError: if it holds anything else, naming what.
+        ValueError: if it holds anything else; shows it.
     """
     answers = {}
     records: list[Any] = read_jsonl(path)
@@ -91,7 +91,7 @@ def answers_in(path: Path) -> Answers:
         ids = fields.get("answer_ids")
         place = [fields.get("prompt"), fields.get("sample", 0), fields.get("turn", 0)]
         if not isinstance(ids, list) or not all(isinstance(number, int) for number in (*place, *ids)):
-            raise ValueError(f"`{path}` holds something else than answers, {str(record)[:80]}; name another file.")
+            raise ValueError(f"`{path}` holds more than answers, {str(record)[:80]}; name another file.")
         answers[key_of(fields)] = Answer.of(fields)
     return answers
 
@@ -102,16 +102,16 @@ def key_of(record: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def own_sampling(record: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """The sampling parameters that a prompt brings along.
+    """The prompt's own sampling parameters.
 
     Raises:
-        ValueError: if one of them has no meaning.
+        ValueError: if one of them is out of range.
     """
     fields = ("temperature", "top_p", "max_new_tokens", "seed")
     given = {name: record[name] for name in fields if record.get(name) is not None}
     for name, value in given.items():
         if not valid_sampling(name, value):
-            raise ValueError(f"Prompt {place} (from 0) asks for `{name}={value!r}`, which is not possible.")
+            raise ValueError(f"Prompt {place} (from 0) asks for `{name}={value!r}`, which is out of range.")
     return given
 
 
@@ -204,9 +204,9 @@ def plan_batches(requests: list[Request], batch_size: int, seed: int) -> list[li
     return batches
 
 
-def _together(one: Request, other: Request) -> bool:
-    alike = (one.temperature, one.top_p, one.max_new_tokens) == (other.temperature, other.top_p, other.max_new_tokens)
-    return alike and one.seed is None and other.seed is None
+def _together(*requests: Request) -> bool:
+    sampling = {(request.temperature, request.top_p, request.max_new_tokens) for request in requests}
+    return len(sampling) == 1 and all(request.seed is None for request in requests)
 
 
 __all__ = [

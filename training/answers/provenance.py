@@ -1,6 +1,6 @@
 """Provenance of answers: the `.meta.json` file beside them, and the dataset card of a folder.
 
-A run goes on only with the settings it was begun with: answers that were made differently never share a file.
+A run continues only with its own settings: answers that were made differently never share a file.
 """
 
 import hashlib
@@ -15,16 +15,17 @@ from transformers import PreTrainedTokenizerBase
 
 from training.answers.arguments import RegenerateArguments
 from training.common.files import read_jsonl, write_atomically
+from training.common.settings import check_same_settings
 from training.common.tables import compact_table
 from training.common.targets import chat_template_hash, target_revision
 
 
-# What runs did before these settings existed. What else an earlier version did not record is taken to be as now.
+# The values before these settings existed. Other settings that an earlier version did not record count as unchanged.
 _EARLIER: dict[str, Any] = {"top_p": 1.0, "thinking": "default", "max_turns": 1, "served_model": None}
 
 
 def settings_of(arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the answers depend on, apart from the prompts."""
+    """The settings that the answers depend on, apart from the prompts."""
     served = None if arguments.server is None else arguments.model or arguments.target
     return {
         "target": arguments.target,
@@ -42,28 +43,21 @@ def settings_of(arguments: RegenerateArguments, tokenizer: PreTrainedTokenizerBa
 
 
 def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, Any], prompts: Sequence[Any]) -> None:
-    """Write the settings next to the answers, or check that a run that goes on has the same ones.
+    """Write the settings next to the answers; a run that continues must have the same ones.
 
     Raises:
-        ValueError: names the settings that differ, with both values; or says that the prompts are others. (Further prompts
-            at the end are none.)
+        ValueError: names the settings that differ, with both values; or says that the prompts differ (more may follow).
     """
     path = answers.with_suffix(".meta.json")
     if answers.is_file() and answers.stat().st_size and path.is_file():
         earlier = settings | _EARLIER | _read_object(path)
-        different = {
-            name: (earlier.get(name), value) for name, value in settings.items() if earlier.get(name) != value
-        }
-        if different:
-            raise ValueError(
-                f"`{answers}` was made with other arguments (then, now): {different}. Go on with the same ones, or choose "
-                "another `output`."
-            )
+        way_out = "Continue with the same ones, or choose another `output`."
+        check_same_settings(earlier, settings, subject=f"`{answers}` was made", way_out=way_out)
         count = earlier.get("num_prompts")
         if count is not None and _digest(prompts[:count]) != earlier.get("prompts_sha256"):
             raise ValueError(
-                f"`{answers}` answers other prompts: the first {count} of `{counts['prompts']}` are not those that it was "
-                "begun with. Go on with the same ones (more may follow them), or choose another `output`."
+                f"`{answers}` answers other prompts: the first {count} of `{counts['prompts']}` are not those of then. "
+                "Continue with the same ones (more may follow them), or choose another `output`."
             )
     asked = {"num_prompts": len(prompts), "prompts_sha256": _digest(prompts)}
     write_atomically(path, json.dumps(settings | counts | asked, indent=2) + "\n")
@@ -94,7 +88,7 @@ def write_dataset(answers: Path, prompts: list[dict], settings: dict[str, Any], 
 
 
 def dataset_card(records: list[dict], prompts: list[dict], settings: dict[str, Any], counts: dict[str, Any]) -> str:
-    """Card of a folder of answers: what they are answers to, whose, how they were made, and how many there are."""
+    """Card of a folder of answers: the prompts, the target, the settings, and counts."""
     used = [prompts[index] for index in sorted({record["prompt"] for record in records})]
     licenses = _count(record.get("license", record.get("licence")) for record in used)
     data = DatasetCardData(
@@ -103,24 +97,24 @@ def dataset_card(records: list[dict], prompts: list[dict], settings: dict[str, A
         tags=["dspark", "speculative-decoding", "regenerated"],
         configs=[{"config_name": "default", "data_files": "answers.jsonl"}],
     )
-    made = "the target itself, in process" if settings["served_model"] is None else "an OpenAI-compatible server"
+    source = "the target itself, in process" if settings["served_model"] is None else "an OpenAI-compatible server"
     return "\n".join(
         [
             f"---\n{data.to_yaml()}\n---\n",
             f"# Answers of {settings['target']}\n",
             f"Prompts answered by `{settings['target']}`, to train a drafter for it. Each line of `answers.jsonl` is one turn "
-            "of a conversation: `prompt` (place of the prompt in the source, from 0), `sample`, `turn`, the sampling "
+            "of a conversation: `prompt` (index of the prompt in the source, from 0), `sample`, `turn`, the sampling "
             "parameters, `prompt_ids` (what the target saw) and `answer_ids` (what it wrote; it ends with the "
             "end-of-turn token if `finish_reason` is `stop`).\n",
-            f"## Provenance\n\nMade with `python -m training.regenerate` by {made}. Where a prompt brought its "
-            "own sampling parameters, they won; each line has those that were used.\n",
+            f"## Provenance\n\nMade with `python -m training.regenerate` by {source}. Where a prompt had its "
+            "own sampling parameters, they won; each line has the ones that were used.\n",
             _table(("setting", "value"), settings.items()),
             "\n## Counts\n",
             _table(("count", "value"), _counts(records, counts).items()),
             f"\n## Prompts\n\nRead from `{counts['prompts']}`.\n",
             _table(("source", "prompts"), _count(record.get("source") for record in used).items()),
             "",
-            _table(("licence of the prompts", "prompts"), licenses.items()),
+            _table(("license of the prompts", "prompts"), licenses.items()),
             "",
         ]
     )

@@ -1,7 +1,7 @@
-"""Answers by a server as records: a bounded number of requests at a time, each turn of a conversation after the other.
+"""Answers by a server as records: a bounded number of requests at a time, the turns of a conversation in order.
 
-The text that comes back is split into tokens by the target's tokenizer. An answer that the target ended itself gets its
-end-of-turn token back, which servers do not return; one that was cut at `max_new_tokens` gets none.
+The target's tokenizer splits the returned text into tokens. An answer that the target ended itself gets its end-of-turn
+token back, which servers do not return; an answer cut at `max_new_tokens` gets none.
 """
 
 import threading
@@ -29,7 +29,7 @@ _MARK = "ANSWER"
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, target: str) -> int:
     """The token with which the target ends an answer.
 
-    A target may stop at several tokens (Gemma: `<eos>`, `<end_of_turn>`); the chat template shows which one it is.
+    A target may stop at several tokens (Gemma: `<eos>`, `<end_of_turn>`); the chat template shows the right one.
     """
     stops = {tokenizer.eos_token_id}
     try:
@@ -53,20 +53,20 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, target: str) -> int:
 
 
 def request_seed(seed: int, request: Request) -> int:
-    """Seed of a request: the prompt's own, or one that no other request of the run has."""
+    """Seed of a request: the prompt's own, or else one that is unique in the run."""
     if request.seed is not None:
         return request.seed
     return (seed * 1_000_003 + request.prompt * 4_099 + request.sample * 61 + request.turn) % 2**31
 
 
 class ServedAnswers:
-    """Iterates over the records that are missing in `answers`, as they come in.
+    """Iterates over the records that `answers` lacks, as they arrive.
 
     Args:
         arguments ([`RegenerateArguments`]): Of the run.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of the target.
         requests (`list[Request]`): First turns of all conversations.
-        answers (`dict`): What is answered already.
+        answers (`dict`): Answers that exist already.
 
     Attributes:
         num_failures (`int`): Requests that failed for good; the turns that would have followed them are not counted.
@@ -94,11 +94,11 @@ class ServedAnswers:
 
     def _open(self, requests: list[Request], answers: Answers) -> list[Request]:
         """The first turn of each conversation that has no answer yet."""
-        found = []
+        unanswered = []
         while requests:
-            found += [request for request in requests if request.key not in answers]
+            unanswered += [request for request in requests if request.key not in answers]
             requests = follow_ups(requests, answers, self._tokenizer, self._arguments)
-        return found
+        return unanswered
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
@@ -134,7 +134,7 @@ class ServedAnswers:
             raise ValueError(
                 f"The server counts {counted} prompt tokens where the chat template of `{self._arguments.target}` gives "
                 f"{expected} ({text[:80]!r}...): it serves another model or template. Serve the target with its own "
-                "template, or pass `--check_prompt_tokens false` if the server counts differently."
+                "template, or pass `--check-prompt-tokens false` if the server counts differently."
             )
         ids = continuation_ids(self._tokenizer, text, completion.text)
         if completion.finish_reason == "stop":
@@ -148,7 +148,7 @@ class ServedAnswers:
         if self.num_failures > self._arguments.max_failures:
             raise ValueError(
                 f"{self.num_failures} requests failed for good, more than `max_failures={self._arguments.max_failures}`; "
-                f"the last one: {error}. What is answered is kept: start again with the same arguments."
+                f"the last one: {error}. Finished answers are kept: start again with the same arguments."
             ) from error
 
 

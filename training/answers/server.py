@@ -1,7 +1,6 @@
-"""Answers by an OpenAI-compatible server (vLLM, SGLang, ...): one request to it, repeated where that may help.
+"""One request to an OpenAI-compatible server (vLLM, SGLang, ...), repeated where that may help.
 
-Speaks `/chat/completions` with the standard library. Which requests there are, and what becomes of the answers, is decided
-in `training.answers.served`.
+Speaks `/chat/completions` with the standard library. `training.answers.served` decides what to request.
 """
 
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 _REPEATED = {408, 425, 429}  # and every 5xx
 _LONGEST_BACK_OFF = 60.0
-_LONGEST_WAIT = 3600.0  # whatever a server asks for
+_LONGEST_WAIT = 3600.0  # however long the server asks for
 
 
 class RequestFailedError(Exception):
@@ -27,7 +26,7 @@ class RequestFailedError(Exception):
 
 
 class _TransientError(Exception):
-    """A failure that may pass; `retry_after` is what the server asked for, in seconds."""
+    """A failure that may pass; `retry_after` is the wait that the server asked for, in seconds."""
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
@@ -74,7 +73,7 @@ class ChatServer:
 
         Raises:
             RequestFailedError: if the server refuses the request, or all attempts failed.
-            ValueError: if the server separates reasoning from the answer, so that what the target wrote is not known.
+            ValueError: if the server separates reasoning from the answer, so that the target's tokens are unknown.
         """
         body = json.dumps({"model": self.model, "messages": messages, "stream": False} | parameters).encode()
         for attempt in range(self.max_retries + 1):
@@ -110,7 +109,7 @@ def back_off(attempt: int) -> float:
 
 
 def retry_after(value: str | None) -> float:
-    """Seconds that a `Retry-After` header asks for, given as seconds or as a date; 0 for one that says nothing."""
+    """Seconds that a `Retry-After` header asks for, given as seconds or as a date; 0 for any other."""
     if value is None:
         return 0.0
     try:
@@ -138,16 +137,16 @@ def _completion(content: Any) -> Completion:
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         prompt_tokens = (content.get("usage") or {}).get("prompt_tokens")
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise RequestFailedError(f"This is no chat completion: {json.dumps(content)[:200]}") from error
+        raise RequestFailedError(f"This is not a chat completion: {json.dumps(content)[:200]}") from error
     if reasoning:
         raise ValueError(
-            "The server separates the reasoning from the answer, so what the target wrote token by token is lost. Start "
+            "The server separates the reasoning from the answer, so the target's tokens are lost. Start "
             "the server without a reasoning parser, or pass `--thinking off`."
         )
     if reason not in ("stop", "length") or not isinstance(text, str):
         raise RequestFailedError(f"The answer ended with {reason!r}, not with `stop` or `length`.")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
-        raise RequestFailedError(f"The answer {text[:80]!r} is no text: it holds half of a surrogate pair.")
+        raise RequestFailedError(f"The answer {text[:80]!r} is not text: it holds half of a surrogate pair.")
     return Completion(text, reason, prompt_tokens)
 
 

@@ -1,6 +1,6 @@
 """Files that survive a kill: JSONL that is appended line by line, and files that are replaced as a whole.
 
-Knows nothing of what the lines mean.
+The meaning of the lines belongs to the callers.
 """
 
 import glob
@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
-    """Read a JSONL file; a record at the end that a crash cut is left out with a warning, other broken lines are errors."""
+    """Read a JSONL file; a last record that a crash cut is left out with a warning, other broken lines are errors."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`.")
     # Not `splitlines`, which also splits at separators that JSON strings may contain. A cut may fall inside a character.
@@ -45,7 +45,7 @@ def read_jsonl(path: str | Path) -> list[dict]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file such that it has the old content or the new one, at any moment. Text is written as UTF-8."""
+    """Write a file that has its old content or its new content at any moment. Text is written as UTF-8."""
     _remove_orphans(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -61,15 +61,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def _remove_orphans(path: Path) -> None:
-    """What processes that were killed in `write_atomically` left."""
+    """Remove the files of processes that were killed in `write_atomically`."""
     for scratch in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         process = scratch.suffixes[-2][1:]
-        if process.isdecimal() and not _is_running(int(process)):
+        if process.isdecimal() and not is_running(int(process)):
             scratch.unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
-    if sys.platform == "win32":  # where signal 0 is not harmless
+def is_running(process: int) -> bool:
+    """Whether a process of this machine exists; where asking is not harmless, it counts as running."""
+    if sys.platform == "win32":  # signal 0 can end it
         return True
     try:
         os.kill(process, 0)
@@ -82,10 +83,10 @@ def _is_running(process: int) -> bool:
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Hold a folder or a file for this process; the system lets go of it when the process ends.
+    """Lock a folder or a file for this process; the system releases it when the process ends.
 
     Raises:
-        ValueError: if another process holds it (not seen on Windows).
+        ValueError: if another process holds it (not detected on Windows).
     """
     if sys.platform == "win32":
         yield
@@ -101,19 +102,19 @@ def only_writer(path: Path) -> Iterator[None]:
 def _lock(descriptor: int, path: Path) -> None:
     if sys.platform != "win32":
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when the process ends
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"Another process is writing to `{path}`; let it end, or end it first.") from error
+            raise ValueError(f"Another process is writing to `{path}`; wait for it, or end it.") from error
 
 
 class JsonlAppender:
-    """Appends records to a JSONL file, each of them with one call of the operating system, for use in a `with` block.
+    """Appends records to a JSONL file, one system call per record, for use in a `with` block.
 
-    Half a record that a crash left at the end is cut off, and a whole one without a line break gets it, before the first
-    one is written or at the end. A file that the block refuses stays as it is.
+    Before the first record, or at the end of the block, half a record that a crash left is cut off, and a whole one
+    without a line break gets it. If the block raises before it writes, the file stays as it is.
 
     Raises:
-        ValueError: if another process appends to the file (not seen on Windows).
+        ValueError: if another process appends to the file (not detected on Windows).
     """
 
     def __init__(self, path: Path):
@@ -135,11 +136,11 @@ class JsonlAppender:
         self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is in the file when this returns, also if the process is killed after."""
+        """Append one record; once this returns, a kill cannot lose it."""
         if not self._at_line_start:
             self._end_last_line()
         data = (json.dumps(record) + "\n").encode()
-        while data:  # of a disk that is almost full, the system takes a part
+        while data:  # a disk that is almost full takes only some of it
             data = data[self._file.write(data) :]
 
     def _end_last_line(self) -> None:
@@ -158,9 +159,9 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-__all__ = ["JsonlAppender", "checksum", "only_writer", "read_jsonl", "write_atomically"]
+__all__ = ["JsonlAppender", "checksum", "is_running", "only_writer", "read_jsonl", "write_atomically"]

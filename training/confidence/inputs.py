@@ -1,16 +1,11 @@
-"""What a drafter's confidence head sees in verified rounds, and what came of it: recorded to a file, prompt by prompt.
+"""Record the inputs of a drafter's confidence head in verified rounds, and whether each draft was accepted.
 
-A record has `prompt` (its line number, from 0), `prompt_sha256` (of its token ids), `outcomes` (0 or 1 for each position whose
-predecessors were accepted) and `inputs` (`[n, F]` in fp16, as base64). Nothing is fitted here.
+Nothing is fitted here.
 
 Shapes: `n` positions, `R` rows, `K` positions of a block, `D` hidden size, `r` Markov rank, `F` inputs of the head.
 """
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -19,15 +14,14 @@ from transformers import PreTrainedModel, set_seed
 from modeling_dspark import DSparkModel, EngineObserver, RunStatistics
 from modeling_dspark.draft_tokens import DraftBlock
 from modeling_dspark.engine_round import ScheduledDrafts
-from training.common.records import RecordFile
-from training.confidence.rounds import Prompt, judged, make_engine, record
+from training.confidence.rounds import Prompt, batch_seed, make_engine, record, without_tail
 
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class Recorder(EngineObserver):
-    """Inputs of the confidence head and outcomes, of the positions whose predecessors were accepted, by answer.
+    """Inputs of the confidence head and outcomes at the positions whose predecessors were accepted, by answer.
 
     The engine that it observes verifies every block at full length.
 
@@ -38,14 +32,13 @@ class Recorder(EngineObserver):
     def __init__(self, drafter: DSparkModel):
         self._drafter = drafter
         self._block: DraftBlock | None = None  # of this round
-        self._positions: dict[
-            int, list[Positions]
-        ] = {}  # by the identity of an answer's statistics, which outlive this entry
+        # By the identity of an answer's statistics, which outlive the entry.
+        self._positions: dict[int, list[Positions]] = {}
 
     def take(self, statistics: RunStatistics) -> Positions:
-        """Inputs `[n, F]` in fp16 and outcomes `[n]` of an answer, once."""
-        width = self._drafter.confidence_head.proj.in_features  # type: ignore[union-attr]  # who records has one
-        none = torch.empty(0, width, dtype=torch.half), torch.empty(0, dtype=torch.bool)
+        """Inputs `[n, F]` and outcomes `[n]` of a finished answer, which is then forgotten."""
+        width = self._drafter.confidence_head.proj.in_features  # type: ignore[union-attr]  # checked when it was loaded
+        none = torch.empty(0, width), torch.empty(0, dtype=torch.bool)
         inputs, outcomes = zip(none, *self._positions.pop(id(statistics), []), strict=True)
         return torch.cat(inputs), torch.cat(outcomes)
 
@@ -61,13 +54,13 @@ class Recorder(EngineObserver):
         inputs = head_inputs(self._drafter, block.hidden_states, drafts.proposal.tokens, block.anchors)
         for row, request in enumerate(drafts.drafting):
             statistics = request.statistics
-            verified, accepted = judged(
+            verified, accepted = without_tail(
                 verified=statistics.verified[-1],
                 accepted=statistics.accepted[-1],
                 new_tokens=statistics.new_tokens[-1],
             )
             reached = min(accepted + 1, verified)
-            positions = inputs[row, :reached].half().cpu(), torch.arange(reached) < accepted
+            positions = inputs[row, :reached].float().cpu(), torch.arange(reached) < accepted
             self._positions.setdefault(id(statistics), []).append(positions)
 
 
@@ -83,74 +76,41 @@ def head_inputs(
 
 
 def record_positions(
-    path: Path,
-    settings: dict[str, Any],
     prompts: Sequence[Prompt],
     *,
     drafter: DSparkModel,
     target: PreTrainedModel,
+    max_new_tokens: int,
     batch_size: int,
+    temperature: float,
     seed: int,
-) -> Positions:
-    """Record the prompts that are not in the file yet; inputs `[n, F]` and outcomes `[n]` of all, in their order.
+) -> list[Positions]:
+    """Answer the prompts; inputs `[n, F]` and outcomes `[n]` of each answer that had a verified draft, in their order.
 
     Args:
-        path (`Path`): The file; its folder exists.
-        settings (`dict`): Of `recording_settings`. Prompts are compared one by one, so that more may follow.
         prompts (`Sequence[Prompt]`): What to answer.
         drafter ([`DSparkModel`]): A drafter with a confidence head.
         target ([`~transformers.PreTrainedModel`]): Its target.
+        max_new_tokens (`int`): Longest answer.
         batch_size (`int`): Prompts answered at once.
+        temperature (`float`): Of the answers; 0 is greedy.
         seed (`int`): Of the answers when sampling.
 
     Raises:
-        ValueError: if the file was made with other settings (names them) or prompts, or no block was verified.
+        ValueError: if no draft was verified.
     """
-    settings = {name: value for name, value in settings.items() if name != "prompts_sha256"}
-    file = RecordFile(path, settings, ("prompt_sha256", "outcomes", "inputs"))
-    _check_prompts(file, path, prompts)
-    pending = {prompt.index: prompt for prompt in prompts if prompt.index not in file.records}
-    set_seed((seed * 1_000_003 + len(pending)) % 2**32)  # a resumed run draws other answers than it drew before
+    set_seed(batch_seed(seed, len(prompts)))
     recorder = Recorder(drafter)
-    engine = make_engine(drafter, target, settings["temperature"], observer=recorder)
-    sizes = {"max_new_tokens": settings["max_new_tokens"], "batch_size": batch_size}
-    with file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
-        bar.update(len(prompts) - len(pending))
-        for index, statistics in record(engine, list(pending.values()), device=target.device, **sizes):
-            inputs, outcomes = recorder.take(statistics)
-            content = base64.b64encode(inputs.numpy().tobytes()).decode()
-            fields = {"prompt": index, "prompt_sha256": _digest(pending[index])}
-            file.add(fields | {"outcomes": outcomes.int().tolist(), "inputs": content})
-            bar.update()
-    positions = [
-        _positions_of(file.records[prompt.index]) for prompt in prompts if file.records[prompt.index]["outcomes"]
-    ]
-    if not positions:
+    engine = make_engine(drafter, target, temperature, observer=recorder)
+    finished = record(engine, prompts, device=target.device, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    progress = tqdm(finished, total=len(prompts), unit="prompt", desc="rounds")
+    by_prompt = {index: recorder.take(statistics) for index, statistics in progress}
+    answers = [by_prompt[prompt.index] for prompt in prompts if len(by_prompt[prompt.index][1])]
+    if not answers:
         raise ValueError(
-            f"No block was verified in answers of {settings['max_new_tokens']} tokens; choose a larger `max_new_tokens`, and "
-            "another `output`."
+            f"No draft was verified in answers of {max_new_tokens} tokens; choose a larger `max_new_tokens`."
         )
-    return torch.cat([inputs for inputs, _ in positions]), torch.cat([outcomes for _, outcomes in positions])
+    return answers
 
 
-def _digest(prompt: Prompt) -> str:
-    return hashlib.sha256(str(prompt.input_ids).encode()).hexdigest()[:16]
-
-
-def _check_prompts(file: RecordFile, path: Path, prompts: Sequence[Prompt]) -> None:
-    for prompt in prompts:
-        kept = file.records.get(prompt.index)
-        if kept is not None and kept["prompt_sha256"] != _digest(prompt):
-            raise ValueError(
-                f"`prompts`: line {prompt.index + 1} is another prompt than the one recorded in `{path}`. Go on with the same "
-                "prompts (more may follow them), choose another `output`, or remove that file."
-            )
-
-
-def _positions_of(record: dict[str, Any]) -> Positions:
-    outcomes = torch.tensor(record["outcomes"], dtype=torch.bool)
-    inputs = torch.frombuffer(bytearray(base64.b64decode(record["inputs"])), dtype=torch.half)
-    return inputs.reshape(len(outcomes), -1).float(), outcomes
-
-
-__all__ = ["Recorder", "head_inputs", "record_positions"]
+__all__ = ["Positions", "Recorder", "head_inputs", "record_positions"]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from training.common.files import write_atomically
 from training.confidence.scaling import CalibrationReport, ReliabilityBins, Rounds, reliability_bins, survival
-from training.regenerate import write_atomically
 
 
 def write_outputs(

@@ -1,36 +1,33 @@
 """Record verification rounds of a drafter and its target: what calibration is fitted on.
 
 Every block is verified at full length, whatever the drafter's own schedule: a schedule that looks at confidence would
-leave out the very rounds that tell how well confidence is calibrated. A record of `rounds.jsonl` has `prompt` (its line
+leave out the very rounds that show how well confidence is calibrated. A record of `rounds.jsonl` has `prompt` (its line
 number, from 0), and for each round `new_tokens`, `accepted`, `verified` and `logits`. Nothing is fitted here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
 from modeling_dspark import DSparkModel, EngineObserver, RunStatistics
 from modeling_dspark.engine_loop import Engine
 from modeling_dspark.schedule_settings import DraftSettings
-from training.common.records import RecordFile
+from training.common.files import write_atomically
 from training.confidence.scaling import Rounds
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to be answered: its line in the prompts file, and its token ids."""
+    """A prompt: its line in the prompts file (from 0), and its token ids."""
 
     index: int
     input_ids: tuple[int, ...]
-
-
-Recorder = Callable[[Sequence[Prompt]], Iterator[tuple[int, RunStatistics]]]
 
 
 def make_engine(
@@ -74,18 +71,18 @@ def record(
             yield index, request.statistics
 
 
-def judged(*, verified: int, accepted: int, new_tokens: int) -> tuple[int, int]:
-    """Drafts of a round that were verified and accepted, without those behind the end of the text.
+def without_tail(*, verified: int, accepted: int, new_tokens: int) -> tuple[int, int]:
+    """Drafts of a round that were verified and accepted, without the tail behind the end of the text.
 
-    A round without a token after its drafts ended the text at a kept draft; what stood behind that was neither kept nor
-    refused, and does not count as verified.
+    A round without a token after its drafts ended the text at an accepted draft; drafts behind that one were neither
+    accepted nor rejected, and do not count as verified.
     """
     accepted = min(accepted, new_tokens)
     return accepted if new_tokens <= accepted else verified, accepted
 
 
 def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confidence: bool = True) -> dict[str, list]:
-    """The rounds of one request that drafted (or all of them), as plain lists, with what was `judged`.
+    """The rounds of one request that drafted (or all of them), as plain lists, counted `without_tail`.
 
     Args:
         statistics (`RunStatistics`): What the engine counted.
@@ -106,7 +103,7 @@ def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confi
         if drafted == 0 and not all_rounds:
             continue
         new_tokens = statistics.new_tokens[number]
-        verified, accepted = judged(
+        verified, accepted = without_tail(
             verified=statistics.verified[number], accepted=statistics.accepted[number], new_tokens=new_tokens
         )
         for name, value in (("new_tokens", new_tokens), ("accepted", accepted), ("verified", verified)):
@@ -115,37 +112,32 @@ def rounds_of(statistics: RunStatistics, *, all_rounds: bool = False, with_confi
     return recorded
 
 
-def record_to_file(
-    path: Path, settings: dict[str, Any], prompts: Sequence[Prompt], recorder: Recorder
-) -> list[dict[str, Any]]:
-    """Record the prompts that are not in the file yet; the records of all `prompts`, in their order.
+def batch_seed(seed: int, number: int) -> int:
+    """Seed of the answers that begin with prompt `number`."""
+    return (seed * 1_000_003 + number) % 2**32
 
-    Raises:
-        ValueError: if the file was made with other settings; names them.
-    """
-    file = RecordFile(path, settings, ("new_tokens", "accepted", "verified", "logits"))
-    pending = [prompt for prompt in prompts if prompt.index not in file.records]
-    with file, tqdm(total=len(prompts), unit="prompt", desc="rounds") as bar:
-        bar.update(len(prompts) - len(pending))
-        for index, statistics in recorder(pending):
-            file.add({"prompt": index} | rounds_of(statistics))
-            bar.update()
-            bar.set_postfix(rounds=sum(len(each["accepted"]) for each in file.records.values()), refresh=False)
-    return [file.records[prompt.index] for prompt in prompts]
+
+def write_records(path: Path, settings: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
+    """Write a JSONL file: a line of settings, then a line per record."""
+    lines = [{"settings": settings}, *records]
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def pad_logits(rows: Iterable[Sequence[float]], num_draft_positions: int) -> torch.Tensor:
-    """Rows of logits as one fp64 tensor `[n, num_draft_positions]`; a block that was drafted shorter is filled up with zeros."""
+    """Rows of logits as one fp64 tensor `[n, num_draft_positions]`; shorter blocks are padded with zeros."""
     padded = [list(row[:num_draft_positions]) + [0.0] * (num_draft_positions - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.float64).reshape(-1, num_draft_positions)
 
 
 def join(records: Sequence[dict[str, Any]], num_draft_positions: int) -> Rounds:
-    """All rounds of some records; a block that was drafted shorter is filled up behind what was verified."""
+    """All rounds of some records; shorter blocks are padded behind their verified drafts."""
     columns = {
-        name: [each for record in records for each in record[name]] for name in ("accepted", "verified", "logits")
+        name: [value for record in records for value in record[name]] for name in ("accepted", "verified", "logits")
     }
     return Rounds.of(pad_logits(columns["logits"], num_draft_positions), columns["accepted"], columns["verified"])
 
 
-__all__ = ["Prompt", "join", "judged", "make_engine", "pad_logits", "record", "record_to_file", "rounds_of"]
+__all__ = [
+    *("Prompt", "batch_seed", "join", "make_engine", "pad_logits", "record", "rounds_of", "without_tail"),
+    "write_records",
+]

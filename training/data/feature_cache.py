@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from modeling_dspark.target_binding import TargetBinding
 from training.data.conversations import Conversation
-from training.data.features import TargetFeatures, bytes_a_token, compute_features, pad_ids
+from training.data.features import TargetFeatures, bytes_per_token, compute_features, pad_ids
 from training.data.shards import ShardFolder, size_text
 
 
@@ -35,11 +35,11 @@ class FeatureCache:
 
     Args:
         folder (`str` or `Path`): Where the shards are.
-        conversations (`Sequence[Conversation]`): What the cache is for.
+        conversations (`Sequence[Conversation]`): The conversations to cache.
         target_name (`str`): Part of a shard's identity.
         target_layer_ids (`Sequence[int]`): Tapped layers, part of a shard's identity.
         hidden_size (`int`): Of the target.
-        shard_size (`int`, *optional*, defaults to `64`): Conversations a shard.
+        shard_size (`int`, *optional*, defaults to `64`): Conversations per shard.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class FeatureCache:
         """Predicted size on disk."""
         return sum(self._shard_bytes(shard) for shard in range(self.num_shards))
 
-    def _part(self, shard: int) -> Sequence[Conversation]:
+    def _conversations_of(self, shard: int) -> Sequence[Conversation]:
         return self.conversations[shard * self.shard_size : (shard + 1) * self.shard_size]
 
     def _shard_bytes(self, shard: int) -> int:
-        tokens = sum(len(conversation.input_ids) for conversation in self._part(shard))
-        return tokens * bytes_a_token(self.hidden_size, len(self.target_layer_ids)) + _HEADER_BYTES
+        tokens = sum(len(conversation.input_ids) for conversation in self._conversations_of(shard))
+        return tokens * bytes_per_token(self.hidden_size, len(self.target_layer_ids)) + _HEADER_BYTES
 
     def build(self, target: PreTrainedModel, binding: TargetBinding, *, limit_gb: float) -> None:
         """Compute what is missing, with a progress bar; the size is logged and checked first.
 
         Args:
-            target ([`~transformers.PreTrainedModel`]): The frozen target.
+            target ([`~transformers.PreTrainedModel`]): The target.
             binding ([`TargetBinding`]): What the drafter borrows from it.
             limit_gb (`float`): Largest size of the folder, features of other data included.
 
@@ -92,19 +92,19 @@ class FeatureCache:
         others = self.shards.num_bytes(without=names.values())
         self._check_limit(others, limit_gb)
         self.shards.remove_partial()
-        missing = set(self.shards.missing({name: len(self._part(shard)) for shard, name in names.items()}))
+        missing = set(self.shards.missing({name: len(self._conversations_of(shard)) for shard, name in names.items()}))
         sizes = {shard: self._shard_bytes(shard) for shard, name in names.items() if name in missing}
         needed = sum(sizes.values())
         free = self.shards.check_space(needed)
         logger.warning(
-            f"Feature cache `{self.shards.folder}`: {size_text(self.num_bytes)}, of which {size_text(needed)} are still to "
-            f"be computed; {size_text(free)} are free."
+            f"Feature cache `{self.shards.folder}`: {size_text(self.num_bytes)}, of which {size_text(needed)} are missing; "
+            f"{size_text(free)} are free."
         )
         bar = tqdm(names, desc=f"features ({size_text(self.num_bytes)})", unit="shard")
         for shard in bar:
             if shard in sizes:
                 tensors = self._compute(shard, target, binding)
-                count = len(self._part(shard))
+                count = len(self._conversations_of(shard))
                 self.shards.write(names[shard], tensors, num_conversations=count, needed=needed)
                 needed -= sizes[shard]
 
@@ -122,16 +122,16 @@ class FeatureCache:
         """Features of one conversation, without a batch dimension.
 
         Raises:
-            ValueError: if its shard is not there, or not what was written.
+            ValueError: if its shard is missing or damaged.
         """
         shard, start = self.shards.open(self._name(index // self.shard_size)), self._offsets[index]
-        part = slice(start, start + len(self.conversations[index].input_ids))
-        return TargetFeatures(**{name: shard.get_slice(name)[part] for name in _TENSORS})
+        tokens = slice(start, start + len(self.conversations[index].input_ids))
+        return TargetFeatures(**{name: shard.get_slice(name)[tokens] for name in _TENSORS})
 
     @functools.cache  # noqa: B019 - the cache lives as long as training does
     def _name(self, shard: int) -> str:
         digest = hashlib.sha256(json.dumps([self._target_name, self.target_layer_ids]).encode())
-        for conversation in self._part(shard):
+        for conversation in self._conversations_of(shard):
             digest.update(conversation.content)
         return f"features-{digest.hexdigest()[:16]}"
 
@@ -139,7 +139,7 @@ class FeatureCache:
         self, shard: int, target: PreTrainedModel, binding: TargetBinding, batch_size: int = 16
     ) -> dict[str, torch.Tensor]:
         """Content of a shard: the tokens of its conversations one after the other, `[T, ...]`."""
-        conversations = self._part(shard)
+        conversations = self._conversations_of(shard)
         order = sorted(range(len(conversations)), key=lambda index: len(conversations[index].input_ids))
         rows: dict[int, TargetFeatures] = {}
         for begin in range(0, len(order), batch_size):

@@ -1,4 +1,4 @@
-"""Target features for training, computed in the step; `training.data.feature_cache` computes them once, to disk.
+"""Target features for training, computed in the step; `training.data.feature_cache` stores them on disk.
 
 Shapes: `B` sequences, `T` tokens, `L` tapped layers, `D` hidden size.
 """
@@ -16,7 +16,7 @@ from training.data.conversations import Conversation
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What training needs of the target for a batch.
+    """The target's states that training on a batch needs.
 
     Attributes:
         features (`torch.Tensor` of shape `(B, T, L * D)`): Tapped hidden states.
@@ -30,15 +30,15 @@ class TargetFeatures:
     logsumexp: torch.Tensor | None
 
 
-def bytes_a_token(hidden_size: int, num_layers: int) -> int:
+def bytes_per_token(hidden_size: int, num_layers: int) -> int:
     """Size of a token on disk: tapped and last hidden states in bf16, and the log-sum-exp in fp32."""
     return 2 * hidden_size * (num_layers + 1) + 4
 
 
-def fingerprint(target: PreTrainedModel) -> str:
-    """Identifies a target by some numbers of every parameter: another model at the same path is another target."""
+def fingerprint(model: PreTrainedModel) -> str:
+    """Identifies a model by some numbers of every parameter, wherever it is stored."""
     digest = hashlib.sha256()
-    for name, parameter in target.named_parameters():
+    for name, parameter in model.named_parameters():
         sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)][:64]
         digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -55,13 +55,13 @@ def compute_features(
     starts: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> TargetFeatures:
-    """One forward of the frozen target over right-padded `input_ids` `[B, T]`.
+    """One forward of the target over right-padded `input_ids` `[B, T]`.
 
     The log-sum-exp is computed at the `needed` positions `[B, T]`, if given (it costs a pass through the LM head). `starts`
     `[B, T]` says where the conversation of each token starts, if rows hold several (`training.data.packing`).
     """
     # Padding sits on the right and attention is causal, so no mask is needed. Where positions start again, Transformers
-    # makes a mask that separates what is packed, if it is given neither a mask nor a cache.
+    # separates the packed conversations, if it is given neither a mask nor a cache.
     packed = {} if starts is None else {"position_ids": torch.arange(starts.shape[1], device=starts.device) - starts}
     tapped = hidden_states_argument(target_layer_ids)  # the others are dropped as the forward goes on
     outputs = target.base_model(input_ids=input_ids, output_hidden_states=tapped, use_cache=False, **packed)
@@ -71,9 +71,9 @@ def compute_features(
         return TargetFeatures(features, last, None)
     logsumexp = torch.zeros(input_ids.shape, dtype=torch.float32, device=last.device)
     rows = last[needed]
-    parts = [binding.target_logits(part).float().logsumexp(dim=-1) for part in rows.split(chunk_size)]
-    if parts:
-        logsumexp[needed] = torch.cat(parts)
+    chunks = [binding.target_logits(chunk).float().logsumexp(dim=-1) for chunk in rows.split(chunk_size)]
+    if chunks:
+        logsumexp[needed] = torch.cat(chunks)
     return TargetFeatures(features, last, logsumexp)
 
 
@@ -89,4 +89,4 @@ def pad_ids(conversations: Sequence[Conversation]) -> tuple[torch.Tensor, torch.
     return input_ids, response_mask
 
 
-__all__ = ["TargetFeatures", "bytes_a_token", "compute_features", "fingerprint", "pad_ids"]
+__all__ = ["TargetFeatures", "bytes_per_token", "compute_features", "fingerprint", "pad_ids"]

@@ -1,7 +1,7 @@
-"""Several conversations in one row: which ones, joined how, and whether a target keeps them apart.
+"""Several conversations in one row: how they are chosen and joined, and whether a target keeps them apart.
 
-A conversation in a packed row is what it is alone: positions start again, the target and the drafter see nothing of the
-others, and blocks end where it ends.
+A conversation has the same features in a packed row as alone: positions start again, the target and the drafter see
+nothing of the others, and blocks end where it ends.
 
 Shapes: `T` tokens, `N` blocks, `L` tapped layers, `D` hidden size.
 """
@@ -59,11 +59,11 @@ def join(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def check_packing(target: PreTrainedModel, binding: TargetBinding, target_layer_ids: Sequence[int]) -> None:
     """Refuse a target that does not keep packed conversations apart, or whose positions do not start again.
 
-    Two short random conversations are put through the target, packed and alone. Layers with a state (convolutions, linear
-    attention), and models and attention implementations that know no packing, show here, whatever their names.
+    Two short random conversations go through the target, packed and alone. This detects layers with a state (convolutions,
+    linear attention), and models and attention implementations without support for packing, whatever their names.
 
     Raises:
-        ValueError: if the second conversation has other features when it is packed.
+        ValueError: if packing changes the features of the second conversation.
     """
     length = 8
     vocab_size = target.config.get_text_config().vocab_size
@@ -74,15 +74,15 @@ def check_packing(target: PreTrainedModel, binding: TargetBinding, target_layer_
     packed = compute_features(target, binding, ids, starts=starts, needed=needed, **options)
     alone = compute_features(target, binding, ids[:, length:], needed=needed[:, length:], **options)
     error = 0.0
-    for one, other in ((packed.features, alone.features), (packed.last_hidden, alone.last_hidden)):
-        difference = (one[:, length:].float() - other.float()).norm(dim=-1)
-        error = max(error, float((difference / other.float().norm(dim=-1)).mean()))
-    # What leaks changes a token's state as a whole; rounding in half precision stays far below a twentieth.
+    for states, reference in ((packed.features, alone.features), (packed.last_hidden, alone.last_hidden)):
+        difference = (states[:, length:].float() - reference.float()).norm(dim=-1)
+        error = max(error, float((difference / reference.float().norm(dim=-1)).mean()))
+    # A leak changes a token's state as a whole; rounding in half precision stays far below a twentieth.
     if not error < (1e-3 if target.dtype == torch.float32 else 0.05):
         raise ValueError(
             f"`packing`: with the attention implementation `{target.config._attn_implementation}`, a target of type "
             f"`{target.config.model_type}` does not keep packed conversations apart (features differ by {error:.1%}). Set "
-            "`packing` to false, or choose `feature_cache`, whose features are computed one conversation a row."
+            "`packing` to false, or choose `feature_cache`, whose features are computed one conversation per row."
         )
 
 

@@ -1,8 +1,8 @@
-"""A folder of safetensors shards with an index: written once, checked when read. Knows nothing of what the tensors mean.
+"""A folder of safetensors shards with an index: written once, checked when read. The meaning of the tensors is elsewhere.
 
-`index.json` holds, for each shard, its SHA-256, its size and how many conversations it is of. A shard is complete from the
-moment it has its name; the index follows. So a shard that is not in the index, because a run was killed in between or
-because it is from a version without an index, is complete too: it is checked for its length and entered.
+`index.json` holds the SHA-256, the size and the number of conversations of each shard. A shard is complete from the moment
+it has its name; the index follows. So a shard that the index lacks, because a run was killed in between or because an
+earlier version wrote it, is complete too: its length is checked, and it is entered.
 """
 
 import errno
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from training.common.files import checksum, write_atomically
+from training.common.files import checksum, is_running, write_atomically
 
 
 logger = logging.get_logger("training.data.features")
@@ -60,14 +60,14 @@ class ShardFolder:
             ) from error
 
     def missing(self, sizes: dict[str, int]) -> list[str]:
-        """Which of the shards have to be written; those that are there and not in the index are entered.
+        """The shards that have to be written; complete shards that the index lacks are entered.
 
         Args:
             sizes (`dict[str, int]`): Conversations of each shard, by name.
         """
         entries = self.index()
-        found = {name: self._entry(name, count) for name, count in sizes.items() if name not in entries}
-        adopted = {name: entry for name, entry in found.items() if entry is not None}
+        unlisted = {name: self._entry(name, count) for name, count in sizes.items() if name not in entries}
+        adopted = {name: entry for name, entry in unlisted.items() if entry is not None}
         if adopted:
             self._enter(adopted)
         entries |= adopted
@@ -97,10 +97,10 @@ class ShardFolder:
         write_atomically(self.folder / "index.json", json.dumps(content, indent=1) + "\n")
 
     def check_space(self, needed: int) -> int:
-        """Refuse to begin what the disk cannot hold; returns the free bytes.
+        """The free bytes of the disk.
 
         Raises:
-            ValueError: names the folder, what is needed and what is free.
+            ValueError: if `needed` bytes do not fit; names the folder and both sizes.
         """
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -111,18 +111,18 @@ class ShardFolder:
     def _full(self, needed: int, free: int) -> ValueError:
         return ValueError(
             f"The disk of `{self.folder}` is too full for the features: {size_text(needed)} are needed, {size_text(free)} "
-            "are free. Free some space and start again, which goes on from here; or choose another `feature_cache`, use "
+            "are free. Free some space and start again, which continues from here; or choose another `feature_cache`, use "
             "fewer conversations (`max_conversations`), or leave out `feature_cache` to compute features in the step."
         )
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], *, num_conversations: int, needed: int) -> None:
-        """Write a shard such that it is there completely or not at all, and enter it into the index.
+        """Write a shard completely or not at all, and enter it into the index.
 
         Args:
             name (`str`): Name of the shard.
             tensors (`dict[str, torch.Tensor]`): Its content.
             num_conversations (`int`): For the index.
-            needed (`int`): Bytes that are still to be written, this shard included; for the message if the disk is full.
+            needed (`int`): Bytes still to write, this shard included; for the message if the disk is full.
 
         Raises:
             ValueError: if the disk is full; nothing of the shard is left behind.
@@ -131,42 +131,40 @@ class ShardFolder:
         scratch = self.folder / f"{_partial_prefix()}{os.getpid()}"
         try:
             scratch.mkdir(parents=True, exist_ok=True)
-            part = scratch / self.path(name).name
-            save_file(tensors, part)
-            _flush(part)
-            entry = {"sha256": checksum(part), "conversations": num_conversations, "bytes": part.stat().st_size}
-            part.replace(self.path(name))
+            file = scratch / self.path(name).name
+            save_file(tensors, file)
+            _flush(file)
+            entry = {"sha256": checksum(file), "conversations": num_conversations, "bytes": file.stat().st_size}
+            file.replace(self.path(name))
             if os.name == "posix":
                 _flush(self.folder)
             self._enter({name: entry})
         except (OSError, SafetensorError) as error:
             if not _means_full(error):
                 raise
-            shutil.rmtree(scratch, ignore_errors=True)  # before it is said how much is free
+            shutil.rmtree(scratch, ignore_errors=True)  # before free space is measured
             raise self._full(needed, shutil.disk_usage(self.folder).free) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def remove_partial(self) -> None:
-        """Remove what runs on this machine that are no more have left half written."""
-        if os.name != "posix":  # where asking whether a process is alive can end it
-            return
+        """Remove the half-written shards of processes of this machine that have ended."""
         prefix = _partial_prefix()
         for path in self.folder.glob(f"{prefix}*"):
             process = path.name.removeprefix(prefix)
-            if process.isdecimal() and not _is_alive(int(process)):
+            if process.isdecimal() and not is_running(int(process)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def num_bytes(self, *, without: Iterable[str] = ()) -> int:
-        """Size of all shards in the folder but some."""
-        left_out = {self.path(name) for name in without}
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors") if path not in left_out)
+        """Size of all shards in the folder, without those named."""
+        excluded = {self.path(name) for name in without}
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors") if path not in excluded)
 
     def open(self, name: str) -> Any:
         """A shard for reading; its checksum is verified once in each process.
 
         Raises:
-            ValueError: if the shard is not there, or not what was written.
+            ValueError: if the shard is missing or damaged.
         """
         if name not in self._open:
             path = self.path(name)
@@ -185,16 +183,6 @@ class ShardFolder:
 
 def _partial_prefix() -> str:
     return f".partial-{socket.gethostname()}-"
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is there, and not ours
-        return True
-    return True
 
 
 def size_text(num_bytes: int) -> str:

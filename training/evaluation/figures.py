@@ -1,6 +1,6 @@
 """How well a drafter does on recorded rounds: lists of rounds in, numbers out.
 
-The rounds are those of `training.confidence.rounds`: every block verified at full length. The metric modules in `training/metrics`
+The rounds are those of `training.confidence.rounds`: every block verified at full length. The metric modules in `training/evaluation/metrics`
 are these functions. Nothing is read, written, decoded or timed here.
 
 Shapes: `n` rounds, `K` positions, `P` prompts.
@@ -14,7 +14,7 @@ import torch
 
 from modeling_dspark import RunStatistics
 from training.confidence.outputs import without_nan
-from training.confidence.rounds import judged, pad_logits
+from training.confidence.rounds import pad_logits, without_tail
 from training.confidence.scaling import Rounds, calibration_report
 
 
@@ -112,7 +112,7 @@ def _run(
 ) -> RunStatistics:
     run = RunStatistics(num_draft_positions)
     for checked, kept, tokens in zip(verified, accepted, new_tokens, strict=True):
-        checked, kept = judged(verified=checked, accepted=kept, new_tokens=tokens)
+        checked, kept = without_tail(verified=checked, accepted=kept, new_tokens=tokens)
         run.add_round(drafted=checked, verified=checked, accepted=kept, new_tokens=tokens)
     return run
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from training.common.files import write_atomically
 from training.common.tables import compact_table
 from training.confidence.outputs import plot_reliability, position_bins
 from training.confidence.scaling import Rounds, calibration_report
 from training.evaluation.report import POOLED, EvalReport, SetReport
-from training.regenerate import write_atomically
 
 
 def write_report(folder: Path, report: EvalReport, rounds: Rounds | None) -> None:

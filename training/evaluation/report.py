@@ -1,4 +1,4 @@
-"""The report of an evaluation: its parts, how they are made of records, and its JSON.
+"""The report of an evaluation: its figures, computed from records, and its JSON.
 
 A record is one prompt's rounds, as `training.confidence.rounds.rounds_of` gives them with `all_rounds`. Nothing is decoded here.
 """
@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from training.confidence.rounds import join
-from training.evaluation.figures import Speed, ThresholdPoint, speed_figures, threshold_sweep
+from training.evaluation.figures import (
+    Speed,
+    ThresholdPoint,
+    acceptance_figures,
+    calibration_figures,
+    speed_figures,
+    threshold_sweep,
+)
 
 
 FORMAT = 1
@@ -21,7 +28,7 @@ class SetReport:
     """Figures of one set of prompts, or of all of them.
 
     Attributes:
-        prompts, skipped (`int`): Prompts answered; prompts left out, since they are too long.
+        prompts, skipped (`int`): Prompts answered; prompts left out as too long.
         acceptance (`dict`): What `training.evaluation.figures.acceptance_figures` returns.
         calibration (`dict`, *optional*): What `calibration_figures` returns; `None` without a confidence head.
         thresholds (`tuple[ThresholdPoint, ...]`, *optional*): The sweep; `None` without a confidence head.
@@ -46,7 +53,7 @@ class EvalReport:
         environment (`dict`): Hardware, versions and commit.
         sets (`dict[str, SetReport]`): Figures by set.
         pooled (`SetReport`): Figures over all rounds of all sets.
-        notes (`tuple[str, ...]`): What was left out, and why.
+        notes (`tuple[str, ...]`): Omissions, with their reasons.
         timing (`dict`, *optional*): When and how speed was measured; `None` where it was not.
     """
 
@@ -74,9 +81,8 @@ class EvalReport:
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"This is not a report of `training.evaluate` in format {FORMAT}.")
         _check_names(cls, data)
-        sets = {name: _set_from(each) for name, each in data["sets"].items()}
-        parts = {"sets": sets, "pooled": _set_from(data["pooled"]), "notes": tuple(data["notes"])}
-        return cls(**(data | parts))
+        sets = {name: _set_from(figures) for name, figures in data["sets"].items()}
+        return cls(**data | {"sets": sets, "pooled": _set_from(data["pooled"]), "notes": tuple(data["notes"])})
 
 
 def set_report(
@@ -101,10 +107,6 @@ def set_report(
     Raises:
         ValueError: if no answer had a round after the prefill.
     """
-    # `evaluate`, which these need, takes seconds to import; a report is read without it.
-    from training.evaluation.metrics.confidence_calibration.confidence_calibration import ConfidenceCalibration
-    from training.evaluation.metrics.speculative_acceptance.speculative_acceptance import SpeculativeAcceptance
-
     columns = {
         name: [value for record in records for value in record[name]]
         for name in ("verified", "accepted", "new_tokens", "logits")
@@ -114,17 +116,12 @@ def set_report(
             f"None of {len(records)} answers had a token after the first one; pass more prompts, or a larger "
             "`max_new_tokens`."
         )
-    counts = {"predictions": columns["verified"], "references": columns["accepted"]}
-    acceptance = SpeculativeAcceptance(keep_in_memory=True).compute(
-        **counts, new_tokens=columns["new_tokens"], num_draft_positions=num_draft_positions
-    )
+    logits = columns.pop("logits")
+    acceptance = acceptance_figures(**columns, num_draft_positions=num_draft_positions)
     calibration = sweep = None
     if thresholds is not None and any(columns["verified"]):
-        calibration = ConfidenceCalibration(keep_in_memory=True).compute(
-            predictions=columns["logits"],
-            references=columns["accepted"],
-            verified=columns["verified"],
-            temperatures=temperatures,
+        calibration = calibration_figures(
+            logits=logits, accepted=columns["accepted"], verified=columns["verified"], temperatures=temperatures
         )
         rounds = join(records, num_draft_positions)
         sweep = threshold_sweep(rounds, columns["new_tokens"], temperatures=temperatures, thresholds=thresholds)
@@ -135,9 +132,9 @@ def set_report(
 def _set_from(data: dict[str, Any]) -> SetReport:
     _check_names(SetReport, data)
     thresholds, speed = data["thresholds"], data["speed"]
-    for kind, parts in ((ThresholdPoint, thresholds or []), (Speed, [speed] if speed else [])):
-        for part in parts:
-            _check_names(kind, part)
+    for kind, entries in ((ThresholdPoint, thresholds or []), (Speed, [speed] if speed else [])):
+        for entry in entries:
+            _check_names(kind, entry)
     if thresholds is not None:
         thresholds = tuple(ThresholdPoint(**point) for point in thresholds)
     if speed is not None:
@@ -148,8 +145,8 @@ def _set_from(data: dict[str, Any]) -> SetReport:
 def _check_names(kind: Any, data: Any) -> None:
     expected = {field.name for field in fields(kind)}
     if not isinstance(data, dict) or set(data) != expected:
-        found = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"A {kind.__name__} has the fields {sorted(expected)}, got {found}.")
+        received = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"A {kind.__name__} has the fields {sorted(expected)}, got {received}.")
 
 
 __all__ = ["FORMAT", "POOLED", "EvalReport", "SetReport", "set_report"]

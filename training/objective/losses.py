@@ -1,8 +1,8 @@
 """The three losses of DSpark, and a fourth that leads them: pure functions over supervised positions.
 
-`L = ce * CE + soft * SoftCE + l1 * L1 + confidence * BCE`, each `sum(w * term) / sum(w)` with position weights
+`L = ce * CE + kd * KD + l1 * L1 + confidence * BCE`, each `sum(w * term) / sum(w)` with position weights
 `w_k = exp(-(k - 1) / decay)`, `k = 1..K`. `L1 = sum_v |q - p|` over the whole vocabulary, the BCE target is
-`1 - L1 / 2`, detached. `SoftCE = -sum_v p log q` gives gradient where total variation has almost none, early in training.
+`1 - L1 / 2`, detached. `KD = -sum_v p log q` gives gradient where total variation has almost none, early in training.
 
 Loss and gradient are computed in one pass over chunks of positions. The gradient goes through the LM head at once, chunk by
 chunk, so that nothing of size `[n, Vd]` ever exists, of the drafter or of the target.
@@ -25,13 +25,13 @@ class LossWeights:
     """Weights of the loss terms, and the decay over positions (`None`: all positions weigh the same)."""
 
     ce: float = 0.1
-    soft: float = 0.0
+    kd: float = 0.0
     l1: float = 0.9
     confidence: float = 1.0
     decay: float | None = 4.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= weight < math.inf for weight in (self.ce, self.soft, self.l1, self.confidence)):
+        if not all(0 <= weight < math.inf for weight in (self.ce, self.kd, self.l1, self.confidence)):
             raise ValueError(f"Loss weights must be >= 0 and finite, got {self}.")
         if self.decay is not None and self.decay <= 0:
             raise ValueError(f"`decay` must be positive or `None`, got {self.decay}.")
@@ -39,13 +39,13 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class PositionTerms:
-    """Terms of each supervised position, detached: `ce`, `soft`, `l1`, `agreement`, `[n]` each.
+    """Terms of each supervised position, detached: `ce`, `kd`, `l1`, `agreement`, `[n]` each.
 
-    `soft` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
+    `kd` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
     """
 
     ce: torch.Tensor
-    soft: torch.Tensor
+    kd: torch.Tensor
     l1: torch.Tensor
     agreement: torch.Tensor
 
@@ -82,7 +82,7 @@ def _chunk_terms(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Terms `[4, m]` of one chunk in the order of `PositionTerms`, and the gradient `[m, Vd]` of its weighted sum.
 
-    d CE / dz = q - onehot;  d SoftCE / dz = q * sum(p) - p;  d L1 / dz = q * (s - <q, s>), s = sign(q - p).
+    d CE / dz = q - onehot;  d KD / dz = q * sum(p) - p;  d L1 / dz = q * (s - <q, s>), s = sign(q - p).
     `labels` is -1 for tokens outside the draft vocabulary.
     """
     labels, scale = work.labels[part], work.loss_weights
@@ -90,21 +90,21 @@ def _chunk_terms(
     log_q = logits.float().log_softmax(dim=-1)
     agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
     ce = torch.where(labels >= 0, -log_q.gather(1, index).squeeze(1), 0.0)
-    soft = -_dot(p, log_q) if scale.soft else torch.zeros_like(ce)
+    kd = -_dot(p, log_q) if scale.kd else torch.zeros_like(ce)
     mass = p.sum(dim=-1)
     q = log_q.exp_()
     difference = q - p
     # Outside the draft vocabulary q is zero, so |q - p| sums to the target's mass there.
     l1 = torch.linalg.vector_norm(difference, ord=1, dim=-1) + (1 - mass).clamp(min=0)
-    terms = torch.stack([ce, soft, l1, agreement])
+    terms = torch.stack([ce, kd, l1, agreement])
     if not work.with_gradient:
         return terms, None
     weights = work.weights[part].float()
     gradient = difference.sign_()
-    of_q = scale.ce * known + scale.soft * mass - scale.l1 * _dot(q, gradient)
+    of_q = scale.ce * known + scale.kd * mass - scale.l1 * _dot(q, gradient)
     gradient.mul_(scale.l1).add_(of_q[:, None]).mul_(q)
-    if scale.soft:
-        gradient.sub_(p, alpha=scale.soft)
+    if scale.kd:
+        gradient.sub_(p, alpha=scale.kd)
     gradient.scatter_add_(1, index, -(scale.ce * known)[:, None])
     return terms, gradient.mul_(weights[:, None])
 
@@ -151,7 +151,7 @@ def _leaf(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`sum_n w_n (ce * CE_n + soft * SoftCE_n + l1 * L1_n)`, its gradients made chunk by chunk in the forward.
+    """`sum_n w_n (ce * CE_n + kd * KD_n + l1 * L1_n)`, its gradients made chunk by chunk in the forward.
 
     `backward` only scales, and hands on the gradients of parameters like any others, so that hooks on them fire.
     """
@@ -163,7 +163,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.mark_non_differentiable(terms)
         scale = work.loss_weights
-        total = scale.ce * terms[0] + scale.soft * terms[1] + scale.l1 * terms[2]
+        total = scale.ce * terms[0] + scale.kd * terms[1] + scale.l1 * terms[2]
         return (work.weights * total).sum(), terms
 
     @staticmethod
@@ -188,7 +188,7 @@ def weighted_position_loss(
     parameters: Sequence[torch.Tensor] = (),
     chunk_size: int = 256,
 ) -> tuple[torch.Tensor, PositionTerms]:
-    """`sum(w * (ce * CE + soft * SoftCE + l1 * L1))` over all positions, not yet divided by `sum(w)`.
+    """`sum(w * (ce * CE + kd * KD + l1 * L1))` over all positions, not yet divided by `sum(w)`.
 
     Args:
         hidden (`torch.Tensor` of shape `(n, D)`): Backbone outputs.

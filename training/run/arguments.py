@@ -13,10 +13,10 @@ class DSparkTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the choices of the method; see `python -m training.train --help`."""
 
     output_dir: str = field(default="runs/drafter", metadata={"help": "Checkpoints, logs and the final drafter."})
-    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence, an epoch."})
+    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence per epoch."})
     ce_weight: float = field(default=0.1, metadata={"help": "Weight of cross-entropy with the next token."})
-    soft_weight: float = field(
-        default=0.0, metadata={"help": "Weight of cross-entropy with the target's distribution."}
+    kd_weight: float = field(
+        default=0.0, metadata={"help": "Weight of distillation: cross-entropy with the target's distribution."}
     )
     l1_weight: float = field(default=0.9, metadata={"help": "Weight of the total-variation term."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
@@ -26,31 +26,31 @@ class DSparkTrainingArguments(TrainingArguments):
     l1_warmup_fraction: float = field(
         default=0.0,
         metadata={
-            "help": "Share of training over which total variation replaces cross-entropy with the target's "
-            "distribution (at the start it has almost no gradient)."
+            "help": "Share of training over which total variation replaces distillation (at the start total variation has "
+            "almost no gradient)."
         },
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "Print parameters, memory a GPU and the size of a feature cache; load and train nothing."},
+        metadata={"help": "Print parameters, memory per GPU and the size of a feature cache; load and train nothing."},
     )
     packing: bool = field(
         default=False,
         metadata={"help": "Pack the conversations of a batch into rows of `packed_length` tokens, to pad less."},
     )
     packed_length: int = field(
-        default=1024, metadata={"help": "Tokens of a packed row; a longer conversation has a row of its own."}
+        default=1024, metadata={"help": "Tokens per packed row; a longer conversation has its own row."}
     )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay false: the collator makes tensors."}
     )
 
     def __post_init__(self) -> None:
-        self.use_cpu = self.use_cpu or self.dry_run  # which says what a GPU would need, wherever it runs
+        self.use_cpu = self.use_cpu or self.dry_run  # a dry run describes GPUs on any machine
         if self.ddp_find_unused_parameters:
             raise ValueError(
-                "`ddp_find_unused_parameters` must be false: the heads run outside of the drafter's forward, where DDP would "
-                "take them for unused. Every parameter gets a gradient."
+                "`ddp_find_unused_parameters` must be false: the heads run outside the drafter's forward, so DDP would take "
+                "them for unused. Every parameter gets a gradient."
             )
         self.ddp_find_unused_parameters = False
         super().__post_init__()
@@ -75,7 +75,7 @@ class DSparkTrainingArguments(TrainingArguments):
         share = linear_between(0.0, 1.0, fraction / self.l1_warmup_fraction) if self.l1_warmup_fraction else 1.0
         return LossWeights(
             ce=self.ce_weight,
-            soft=self.soft_weight + (1 - share) * self.l1_weight,
+            kd=self.kd_weight + (1 - share) * self.l1_weight,
             l1=share * self.l1_weight,
             confidence=self.confidence_weight,
             decay=self.loss_decay,

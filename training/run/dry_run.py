@@ -1,6 +1,6 @@
-"""What a training run will take, before anything is loaded: parameters, memory a GPU, size of a feature cache.
+"""The cost of a training run before anything is loaded: parameters, memory per GPU, size of a feature cache.
 
-Target and drafter are made on the meta device, so the counts are exact and cost nothing. Weights, gradients, optimiser
+Target and drafter are made on the meta device, so the counts are exact and cost nothing. Weights, gradients, optimizer
 states and the feature cache follow from them; activations are an estimate of what autograd keeps.
 
 Shapes: `B` sequences of a GPU, `T` tokens, `Q` block positions, `D` hidden size, `L` tapped layers, `V` vocabulary.
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from training.common.targets import resolve_target
-from training.data.features import bytes_a_token
+from training.data.features import bytes_per_token
 from training.run.adapters import add_lora
 from training.run.arguments import DSparkTrainingArguments
 
@@ -35,11 +35,11 @@ class DryRun:
 
     Attributes:
         target_parameters, drafter_parameters, trainable_parameters (`int`): Exact counts.
-        memory (`dict[str, int]`): Bytes on each GPU with DDP, by what takes them.
+        memory (`dict[str, int]`): Bytes on each GPU with DDP, by use.
         sharded (`dict[str, int]`): The same with FSDP over eight GPUs.
         cache_bytes (`int`): Feature cache of 1,000 conversations of `max_length` tokens.
-        block_positions (`int`): Block positions of a GPU's batch, at most.
-        sequences (`int`): Sequences of an optimiser step on one GPU.
+        block_positions (`int`): The maximum number of block positions in a GPU's batch.
+        sequences (`int`): Sequences of an optimizer step on one GPU.
     """
 
     target_parameters: int
@@ -96,7 +96,7 @@ def meta_target(name_or_path: str, shape_file: str | None, dtype: str) -> PreTra
         logger.warning(f"The config of `{name_or_path}` cannot be reached; its shape is read from `{shape_file}`.")
         config = _config_of(Path(shape_file))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
 def _config_of(path: Path) -> Any:
@@ -109,7 +109,7 @@ def _config_of(path: Path) -> Any:
 
 
 def given_config(drafter: str) -> DSparkConfig:
-    """Configuration of a drafter that training goes on from.
+    """Configuration of the drafter that training continues.
 
     Raises:
         ValueError: if it cannot be read.
@@ -118,7 +118,7 @@ def given_config(drafter: str) -> DSparkConfig:
         return DSparkConfig.from_pretrained(drafter)
     except OSError as error:
         raise ValueError(
-            f"`drafter`: `{drafter}` is no folder with a config, nor on the Hub ({str(error).splitlines()[0]})."
+            f"`drafter`: `{drafter}` is neither a folder with a config nor on the Hub ({str(error).splitlines()[0]})."
         ) from error
 
 
@@ -140,7 +140,7 @@ def dry_run(
     kept = {
         "drafter: weights (fp32)": _FP32 * sum(parameter.numel() for parameter in drafter.parameters()),
         "drafter: gradients (fp32)": _FP32 * trainable,
-        "drafter: optimiser, two states (fp32)": 2 * _FP32 * trainable,
+        "drafter: optimizer, two states (fp32)": 2 * _FP32 * trainable,
     }
     batch = training.per_device_train_batch_size
     anchors = min(training.num_anchors, max_length)
@@ -156,7 +156,7 @@ def dry_run(
         trainable_parameters=trainable,
         memory=kept | passing,
         sharded={name: -(-amount // _SHARDS) for name, amount in kept.items()} | passing,
-        cache_bytes=1000 * max_length * bytes_a_token(config.hidden_size, len(config.target_layer_ids or ())),
+        cache_bytes=1000 * max_length * bytes_per_token(config.hidden_size, len(config.target_layer_ids or ())),
         block_positions=batch * anchors * config.block_size,
         sequences=batch * training.gradient_accumulation_steps,
     )
@@ -167,7 +167,7 @@ def _size(model: PreTrainedModel) -> int:
 
 
 def _target_states(target: PreTrainedModel, config: DSparkConfig, tokens: int) -> int:
-    """The tapped hidden states, and what goes into a layer, comes out of it, and is in it at its widest."""
+    """The tapped hidden states, and a layer's input, output and widest intermediate."""
     text = target.config.get_text_config()
     width = (len(config.target_layer_ids or ()) + 2) * text.hidden_size + 3 * text.intermediate_size
     return tokens * width * target.dtype.itemsize
@@ -176,7 +176,7 @@ def _target_states(target: PreTrainedModel, config: DSparkConfig, tokens: int) -
 def _activations(
     config: DSparkConfig, training: DSparkTrainingArguments, batch: int, anchors: int, max_length: int
 ) -> int:
-    """What autograd keeps of the backbone: of each layer its norms, projections, rotations and products."""
+    """The backbone's tensors that autograd keeps: norms, projections, rotations and products of each layer."""
     itemsize = 2 if training.bf16 or training.fp16 else _FP32
     size, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim or 0
     key_value = 4 * (config.num_key_value_heads or 0) * head_dim

@@ -1,4 +1,4 @@
-"""A fresh drafter for a target: its configuration, its draft vocabulary, and a warm start from late target layers."""
+"""A new drafter for a target: its configuration, its draft vocabulary, and a warm start from late target layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.baselines.autoregressive import EagleDrafter
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS, GEMMA4_TRAITS
 from training.common.targets import chat_template_hash
@@ -56,12 +55,12 @@ def config_for_target(
 
 
 def _global_layer(text_config: Any) -> Any:
-    """Config of the layers that see everything, as the drafter's do, where each kind has heads of its own (Gemma 4)."""
+    """Config of the full-attention layers, like the drafter's, where each kind of layer has its own heads (Gemma 4)."""
     return text_config.per_layer_config["full_attention"] if text_config.is_heterogeneous else text_config
 
 
 def _traits(text_config: Any) -> dict[str, Any]:
-    """What the layers of the target's family have that others have not: Gemma 4's, as DeepSpec's drafters for it do."""
+    """Traits of the target family's layers that a drafter shares: those of Gemma 4, as in DeepSpec's drafters for it."""
     if text_config.model_type not in _GEMMA4:
         return {}
     return GEMMA4_TRAITS | {
@@ -71,20 +70,20 @@ def _traits(text_config: Any) -> dict[str, Any]:
 
 
 def _global_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters of the layers that see everything, as the drafter's do, where each kind of layer has its own."""
+    """Rotary parameters of the full-attention layers, like the drafter's, where each kind of layer has its own."""
     return rope_parameters.get("full_attention", rope_parameters)
 
 
 @torch.no_grad()
 def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-    """Copy late target layers into the draft layers, and make the context what those layers used to see.
+    """Copy late target layers into the draft layers, and give them the context that they had in the target.
 
     The fusion starts as the identity on the last tapped layer, and the context norm as the input norm of the first
-    copied layer, so that keys and values of the context start as the target's own. An autoregressive drafter starts from
-    the sum of state and embedding.
+    copied layer, so that keys and values of the context start as the target's own. An architecture with other inputs
+    (the autoregressive baseline) starts them itself.
 
     Raises:
-        ValueError: if there is not one target layer for each draft layer, or shapes or traits differ.
+        ValueError: unless there is one target layer per draft layer, of the same shapes and traits.
     """
     base: Any = target.get_decoder()
     layers = base.layers
@@ -106,19 +105,19 @@ def warm_start(drafter: DSparkModel, target: PreTrainedModel, layer_ids: Sequenc
     size = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:] = torch.eye(size)
-    if isinstance(drafter, EagleDrafter):
-        drafter.start_in_proj()
-    else:
+    if drafter.config.model_type == DSparkConfig.model_type:
         drafter.hidden_norm.weight.copy_(_norm_scale(layers[layer_ids[0]].input_layernorm))
+    else:
+        drafter.start_inputs()  # type: ignore[operator]  # an architecture with inputs of its own starts them itself
     drafter.norm.weight.copy_(_norm_scale(base.norm))
 
 
 def _check_traits(drafter: DSparkModel, source: Any, layer_id: int, target: PreTrainedModel) -> None:
-    """Refuse to copy weights that mean something else in a draft layer."""
+    """Refuse to copy weights that a draft layer would use differently."""
     text, attention = target.config.get_text_config(), source.self_attn
-    ours = {name: getattr(drafter.config, name) for name in BACKBONE_TRAITS}
-    ours["attention_scale"] = drafter.layers[0].self_attn.scaling  # type: ignore[union-attr]  # of a decoder layer
-    theirs = {
+    drafts = {name: getattr(drafter.config, name) for name in BACKBONE_TRAITS}
+    drafts["attention_scale"] = drafter.layers[0].self_attn.scaling  # type: ignore[union-attr]  # of a decoder layer
+    targets = {
         "hidden_act": getattr(text, "hidden_activation", None) or text.hidden_act,
         "attention_scale": attention.scaling,
         "attention_k_eq_v": getattr(attention, "v_proj", attention) is None,
@@ -126,11 +125,11 @@ def _check_traits(drafter: DSparkModel, source: Any, layer_id: int, target: PreT
         "sandwich_norms": hasattr(source, "pre_feedforward_layernorm"),
         "layer_scalar": hasattr(source, "layer_scalar"),
     }
-    different = {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
+    different = {name: (targets[name], value) for name, value in drafts.items() if targets[name] != value}
     if different:
         raise ValueError(
-            f"`init_from_target_layers`: target layer {layer_id} is of another kind than a draft layer (target's, drafter's): "
-            f"{different}. Choose other layers, make the drafter with the target's values, or start it afresh."
+            f"`init_from_target_layers`: target layer {layer_id} has other traits than a draft layer (target's, drafter's): "
+            f"{different}. Choose other layers, give the drafter the target's values, or leave out the warm start."
         )
 
 
@@ -147,7 +146,7 @@ def _is_scaled_norm(name: str, module: nn.Module) -> bool:
 
 
 def _norm_scale(norm: nn.Module) -> torch.Tensor:
-    """What an RMS norm multiplies by: its weight, or in Gemma 1 to 3 one more than its weight."""
+    """The factors of an RMS norm: its weight, or in Gemma 1 to 3 its weight plus one."""
     weight: torch.Tensor = norm.weight  # type: ignore[assignment]  # of a norm with a scale
     return weight + (norm(torch.ones_like(weight)) - weight).mean().round().clamp(min=0)
 
@@ -156,7 +155,7 @@ def _norm_scale(norm: nn.Module) -> torch.Tensor:
 def start_markov_embedding(drafter: DSparkModel, target: PreTrainedModel) -> None:
     """Start `W1` from the principal components of the target's embedding, scaled to unit variance.
 
-    Like tokens start with like rows, and rows that training seldom meets are not noise.
+    Similar tokens start with similar rows, and rows that training seldom meets are not noise.
     """
     if drafter.markov_head is None:
         return

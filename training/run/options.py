@@ -1,39 +1,42 @@
-"""The command line of `python -m training.train`: what drafter, on what data, from flags, a YAML file and defaults.
+"""The command line of `python -m training.train`: the drafter and its data, from flags, a YAML file and defaults.
 
 Transformers' own training arguments, and those of the method, are in `training.run.arguments`.
 """
 
 import argparse
+import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import HfArgumentParser
 
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
-from training.common.commands import HelpFormatter
+from training.common.commands import CommandParser, check_choice
 from training.common.targets import EMBEDDED_TARGET
+from training.run.architectures import ARCHITECTURES
 from training.run.arguments import DSparkTrainingArguments
 
 
-_ARCHITECTURES = ("dspark", "eagle")
+_RENAMED = {"soft_weight": "kd_weight"}  # names of release 0.1
 
 
 @dataclass
 class DrafterArguments:
-    """What drafter to train, for what target."""
+    """The drafter to train, and its target."""
 
     target: str = field(default=EMBEDDED_TARGET, metadata={"help": "A folder, a Hub id, or `smollm2-135m-instruct`."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Weights of the frozen target."})
     target_shape: str | None = field(
         default=None,
         metadata={
-            "help": "JSON of the target's config fields, for `--dry_run` without the Hub; beside the YAML file."
+            "help": "JSON of the target's config fields, for `--dry-run` without the Hub; beside the YAML file."
         },
     )
-    drafter: str | None = field(default=None, metadata={"help": "Go on from this drafter instead of a fresh one."})
+    drafter: str | None = field(
+        default=None, metadata={"help": "Continue training this drafter instead of a new one."}
+    )
     architecture: str = field(
         default="dspark",
         metadata={"help": "`dspark`, or as a baseline `eagle`: autoregressive, one layer, no decoding loop."},
@@ -57,7 +60,7 @@ class DrafterArguments:
         default=None, metadata={"help": "Start each draft layer from this target layer."}
     )
 
-    # Of a fresh drafter's layers; what is left out is as `training.run.initialization.config_for_target` has it.
+    # Of a new drafter's layers; defaults are those of `training.run.initialization.config_for_target`.
     hidden_act: str | None = field(default=None, metadata={"help": "Activation of the feed-forward layers."})
     attention_scale: float | None = field(default=None, metadata={"help": "Factor of the attention scores."})
     attention_k_eq_v: bool | None = field(default=None, metadata={"help": "Whether values are the projected keys."})
@@ -77,25 +80,24 @@ class DrafterArguments:
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.target_dtype, None), torch.dtype):
             raise ValueError(f"`target_dtype` must be a dtype of PyTorch, like bfloat16, got {self.target_dtype!r}.")
-        if self.architecture not in _ARCHITECTURES:
-            raise ValueError(f"`architecture` must be one of {_ARCHITECTURES}, got {self.architecture!r}.")
+        check_choice("architecture", self.architecture, ARCHITECTURES)
         if self.peft not in (None, "lora"):
             raise ValueError(f"`peft` must be `lora` or left out, got {self.peft!r}.")
         if self.peft and self.drafter is None:
-            raise ValueError("`peft: lora` fine-tunes a trained drafter; say which with `drafter`.")
+            raise ValueError("`peft: lora` fine-tunes a trained drafter; name it with `drafter`.")
         if self.lora_rank < 1 or self.lora_alpha < 1:
             raise ValueError(
                 f"`lora_rank` and `lora_alpha` must be at least 1, got {self.lora_rank} and {self.lora_alpha}."
             )
 
     def traits(self) -> dict[str, Any]:
-        """Fields of the drafter's layers that were given."""
+        """The given fields of the drafter's layers."""
         return {name: value for name in BACKBONE_TRAITS if (value := getattr(self, name)) is not None}
 
 
 @dataclass
 class DataArguments:
-    """What to train on."""
+    """The training data."""
 
     prompts: str = field(
         default="", metadata={"help": "The prompts, for answers that do not hold their `prompt_ids`."}
@@ -130,14 +132,9 @@ def parse_arguments(
         ValueError: for an unknown key in the YAML file, naming it.
     """
     groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
-    parser = HfArgumentParser(
-        groups,
-        prog="python -m training.train",
-        description=description,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,  # `--conf` would be taken for `--config` here, and not be read below
-    )
-    argv = list(argv)
+    # No abbreviations: `--conf` would be taken for `--config` here, and not be read below.
+    parser = CommandParser(groups, command="train", description=description, allow_abbrev=False)
+    argv = [_renamed_flag(word) for word in argv]
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_config.add_argument("--config", action="append", default=[])
@@ -152,6 +149,23 @@ def parse_arguments(
     return parsed[0], parsed[1], parsed[2]
 
 
+def _renamed(name: Any, shown: str, instead: str) -> Any:
+    if name not in _RENAMED:
+        return name
+    warnings.warn(f"`{shown}` is deprecated and goes with the next release; write `{instead}`.", FutureWarning)
+    return _RENAMED[name]
+
+
+def _renamed_flag(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    if not flag.startswith("--") or name not in _RENAMED:
+        return word
+    instead = f"--{_RENAMED[name].replace('_', '-')}"
+    _renamed(name, flag, instead)
+    return instead + equals + value
+
+
 def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"`--config` needs a YAML file, got `{path}`.")
@@ -161,6 +175,7 @@ def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
         raise ValueError(f"`--config`: `{path}` is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path}` must hold `key: value` lines, got {content!r}.")
+    content = {_renamed(name, f"{name}:", f"{_RENAMED.get(name)}:"): value for name, value in content.items()}
     unknown = sorted(str(name) for name in content if name not in known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")

@@ -1,4 +1,4 @@
-"""Where a training run begins: in a folder that no other run has used, or from a checkpoint of the same run."""
+"""The start of a training run: in a folder that no other run has used, or from a checkpoint of the same run."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.configuration_dspark import BACKBONE_TRAITS
+from training.common.settings import check_same_settings
 
 
 logger = logging.get_logger("training.train")
@@ -21,18 +22,18 @@ _SHAPE = (
 
 
 def checkpoint_to_resume(folder: Path, resume: str | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` asks for; none for a run that begins in `folder`.
+    """The checkpoint that `resume_from_checkpoint` asks for; none for a new run in `folder`.
 
     Raises:
-        ValueError: if there is no such checkpoint, or a run that begins would mix with another one.
+        ValueError: if there is no such checkpoint, or a new run would mix with another one.
     """
     if resume is None or resume.lower() == "false":
         last = last_whole_checkpoint(folder)
-        found = [path.name for path in (last, folder / "drafter", folder / "adapter") if path and path.exists()]
-        if found:
+        present = [path.name for path in (last, folder / "drafter", folder / "adapter") if path and path.exists()]
+        if present:
             raise ValueError(
-                f"`output_dir`: `{folder}` holds {found} of another run. Go on with that one by "
-                "`--resume_from_checkpoint true`, choose another folder, or remove this one."
+                f"`output_dir`: `{folder}` holds {present} of another run. Continue that run with "
+                "`--resume-from-checkpoint true`, choose another folder, or remove this one."
             )
         return None
     if resume.lower() == "true":
@@ -46,13 +47,13 @@ def checkpoint_to_resume(folder: Path, resume: str | None) -> Path | None:
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
+    """The newest complete checkpoint."""
     steps = {path: path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")}
     numbered = {path: int(step) for path, step in steps.items() if step.isdecimal()}  # others are a user's copies
     for checkpoint in sorted(numbered, key=lambda path: numbered[path], reverse=True):
         if _is_whole(checkpoint):
             return checkpoint
-        logger.warning(f"`{checkpoint}` was cut short and is passed over.")
+        logger.warning(f"`{checkpoint}` was cut short and is skipped.")
     return None
 
 
@@ -67,26 +68,23 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def check_resumed(checkpoint: Path, drafter: DSparkModel) -> None:
-    """Refuse to resume a checkpoint of another drafter, whose weights would be left out silently.
+    """Refuse to resume a checkpoint of another drafter, whose weights would be ignored silently.
 
     Raises:
         ValueError: names the fields that differ, with both values, or weights of other names or shapes (adapters).
     """
-    # A checkpoint that was written before there was a field has its default.
+    # A checkpoint from before a field existed has its default.
     saved = DSparkConfig().to_dict() | json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     current = drafter.config.to_dict()
-    different = {name: (saved.get(name), current[name]) for name in _SHAPE if saved.get(name) != current[name]}
-    if different:
-        raise ValueError(
-            f"`{checkpoint}` holds a drafter with other settings than asked for now (then, now): {different}. Resume with "
-            "the same arguments, or choose another `output_dir`."
-        )
+    shape = {name: current[name] for name in _SHAPE}
+    way_out = "Resume with the same arguments, or choose another `output_dir`."
+    check_same_settings(saved, shape, subject=f"`{checkpoint}` holds a drafter", way_out=way_out)
     _check_weights(checkpoint, drafter)
 
 
 def _check_weights(checkpoint: Path, drafter: DSparkModel) -> None:
     path = checkpoint / "model.safetensors"
-    if not path.is_file():  # in parts, of several processes
+    if not path.is_file():  # sharded, by several processes
         return
     try:
         with safe_open(path, framework="pt") as file:

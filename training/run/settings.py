@@ -1,7 +1,7 @@
-"""What the course of a training depends on: noted in its checkpoints, and compared before one of them is gone on with.
+"""The settings that the course of a training depends on: noted in its checkpoints, and compared when one is resumed.
 
-That is its data, their order, the objective and the optimiser. The drafter's layers and blocks are in a checkpoint's config
-(`training.run.resuming`). What says how long, how often, where or how fast is left out: steps, epochs and the schedule of the
+These are its data, their order, the objective and the optimizer. The drafter's layers and blocks are in a checkpoint's
+config (`training.run.resuming`). Length, frequency, place and speed are left out: steps, epochs and the schedule of the
 learning rate, logging and checkpoints, workers, how a step is split or packed, the feature cache, and where files are.
 """
 
@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from modeling_dspark import DSparkModel
 from training.common.files import write_atomically
+from training.common.settings import check_same_settings
 from training.data.conversations import Conversation
 from training.data.features import fingerprint
 from training.run.arguments import DSparkTrainingArguments
@@ -27,12 +28,13 @@ from training.run.options import DataArguments, DrafterArguments
 logger = logging.get_logger("training.train")
 
 _FILE = "run_settings.json"
+_RENAMED = {"soft_weight": "kd_weight"}  # in checkpoints of release 0.1
 _OBJECTIVE = (
-    *("num_anchors", "ce_weight", "soft_weight", "l1_weight", "confidence_weight", "loss_decay"),
+    *("num_anchors", "ce_weight", "kd_weight", "l1_weight", "confidence_weight", "loss_decay"),
     "l1_warmup_fraction",
 )
-# A checkpoint has them too, and its values would win over those asked for.
-_OPTIMISER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# A checkpoint has them too, and its values would win over the arguments.
+_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def run_settings(
@@ -47,12 +49,12 @@ def run_settings(
     """Settings by the argument that makes them; data and models by their content, wherever they are.
 
     Args:
-        arguments (`DrafterArguments`): What is trained.
-        data (`DataArguments`): On what.
-        training (`DSparkTrainingArguments`): How.
+        arguments (`DrafterArguments`): The drafter.
+        data (`DataArguments`): Its data.
+        training (`DSparkTrainingArguments`): The method.
         target ([`~transformers.PreTrainedModel`]): The target.
         drafter ([`DSparkModel`]): The drafter before training, without adapters.
-        conversations (`Sequence[Conversation]`): What is trained and evaluated on.
+        conversations (`Sequence[Conversation]`): Data for training and evaluation.
     """
     group_size = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     return {
@@ -66,7 +68,7 @@ def run_settings(
         "data_seed": training.seed if training.data_seed is None else training.data_seed,
         "per_device_train_batch_size * gradient_accumulation_steps * processes": group_size,
         "optim": OptimizerNames(training.optim).value.removesuffix("_fused"),  # the same steps, faster
-        **{name: getattr(training, name) for name in (*_OBJECTIVE, *_OPTIMISER)},
+        **{name: getattr(training, name) for name in (*_OBJECTIVE, *_OPTIMIZER)},
     }
 
 
@@ -79,9 +81,9 @@ def _content(conversations: Sequence[Conversation]) -> str:
 
 
 def note_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """Write the settings into a checkpoint, before anything else of it: a whole one has them.
+    """Write the settings into a checkpoint, before its other files, so that every complete checkpoint has them.
 
-    A checkpoint that is written over counts as cut short until its state of training, the last file, is written again.
+    A checkpoint that is overwritten counts as cut short until its trainer state, the last file, is written again.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -89,7 +91,7 @@ def note_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on with a run of other settings. What an earlier version did not note is warned of.
+    """Refuse to resume a run of other settings; warn of settings that an earlier version did not note.
 
     Raises:
         ValueError: names the arguments that differ, with both values.
@@ -97,30 +99,28 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
     saved = _noted(checkpoint / _FILE)
     if unknown := [name for name in settings if name not in saved]:
         logger.warning(
-            f"`{checkpoint}` is of an earlier version, which did not note {unknown}: whether they are as in its run is not "
-            "checked."
+            f"`{checkpoint}` is from an earlier version, which did not note {unknown}: they are not compared with the run's."
         )
-    different = {
-        name: (saved[name], value) for name, value in settings.items() if name in saved and saved[name] != value
-    }
-    if different:
-        by_content = (
-            " `answers` are compared by content, to which `prompts`, `max_length`, `max_conversations` and the target's "
-            "tokenizer belong."
-        )
-        raise ValueError(
-            f"`{checkpoint}` is of a run with other settings (then, now): {different}.{by_content * ('answers' in different)} "
-            "Resume with those of then, or begin another run: in another `output_dir`, without `resume_from_checkpoint`."
-        )
+    by_content = (
+        "`answers` are compared by content, which depends on `prompts`, `max_length`, `max_conversations` and the target's "
+        "tokenizer. "
+    )
+    way_out = (
+        f"{by_content * (saved.get('answers') != settings.get('answers'))}Resume with those of then, or begin another run: in "
+        "another `output_dir`, without `resume_from_checkpoint`."
+    )
+    noted = {name: value for name, value in settings.items() if name in saved}
+    check_same_settings(saved, noted, subject=f"`{checkpoint}` is of a run", way_out=way_out)
 
 
 def _noted(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{path}` is damaged ({error}); resume from another checkpoint.") from error
+    return {_RENAMED.get(name, name): value for name, value in saved.items()}
 
 
 __all__ = ["check_settings", "note_settings", "run_settings"]

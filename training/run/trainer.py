@@ -1,4 +1,4 @@
-"""A Hugging Face `Trainer` for drafters: the loss over packed blocks, normalised globally, and its metrics.
+"""A Hugging Face `Trainer` for drafters: the loss over packed blocks, normalized globally, and its metrics.
 
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` positions, `n` supervised positions, `Vd` draft vocabulary.
 """
@@ -32,11 +32,11 @@ from training.run.settings import note_settings
 
 
 class DSparkTrainer(Trainer):
-    """Trains a drafter; the target is frozen.
+    """Trains a drafter, and freezes the target.
 
     Args:
-        target ([`~transformers.PreTrainedModel`]): The target.
-        run_settings (`dict`, *optional*): What is noted in every checkpoint, to be compared when it is resumed.
+        target ([`~transformers.PreTrainedModel`]): The target, which needs no gradients from then on.
+        run_settings (`dict`, *optional*): Noted in every checkpoint, and compared when one is resumed.
         Other arguments as for [`~transformers.Trainer`].
     """
 
@@ -46,7 +46,7 @@ class DSparkTrainer(Trainer):
         super().__init__(*args, data_collator=self._collate, **kwargs)  # type: ignore[misc]  # `args` holds no collator
         # The loss is already divided by the global batch's weight; Transformers must not divide it again.
         self.model_accepts_loss_kwargs = True
-        self.target = target
+        self.target = target.requires_grad_(False)
         self.run_settings = run_settings or {}
         drafter: DSparkModel = self.model  # type: ignore[assignment]
         self.binding = drafter.bind(target)
@@ -212,7 +212,7 @@ class DSparkTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def check_loss(self) -> None:
-        """Stop if a loss since the last entry of the log was no number; in every process, since the sum is over all."""
+        """Stop if a loss since the last log entry was not finite; in every process, since the sum is over all."""
         loss = self._sums[True].get("loss")
         value = 0.0 if loss is None else float(self.accelerator.reduce(loss.clone(), reduction="sum"))
         if not math.isfinite(value):
@@ -228,7 +228,7 @@ class DSparkTrainer(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """No checkpoint of a drafter whose loss was no number, however seldom the loss is logged."""
+        """No checkpoint of a drafter whose loss was not finite, however seldom the loss is logged."""
         self.check_loss()
         try:
             if self.args.should_save:
@@ -238,8 +238,8 @@ class DSparkTrainer(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own for a full disk
             raise ValueError(
                 f"The checkpoint of step {self.state.global_step} in `{self.args.output_dir}` could not be written "
-                f"({str(error).splitlines()[0]}). With space on the disk, `--resume_from_checkpoint true` goes on from the "
-                "last whole one."
+                f"({str(error).splitlines()[0]}). With space on the disk, `--resume-from-checkpoint true` continues from the "
+                "last complete one."
             ) from error
 
     def prediction_step(

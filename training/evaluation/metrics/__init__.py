@@ -1,1 +1,1 @@
-"""Metric modules for the library `evaluate`: `evaluate.load("training/metrics/speculative_acceptance")`."""
+"""Metric modules for the library `evaluate`: `evaluate.load("training/evaluation/metrics/speculative_acceptance")`."""

@@ -30,7 +30,7 @@ Returns:
 Example:
 
     >>> import evaluate
-    >>> calibration = evaluate.load("training/metrics/confidence_calibration")
+    >>> calibration = evaluate.load("training/evaluation/metrics/confidence_calibration")
     >>> figures = calibration.compute(predictions=[[0.0], [0.0]], references=[1, 0], verified=[1, 1])
     >>> figures["before"]["brier"]
     [0.25]

@@ -28,7 +28,7 @@ Returns:
 Example:
 
     >>> import evaluate
-    >>> acceptance = evaluate.load("training/metrics/speculative_acceptance")
+    >>> acceptance = evaluate.load("training/evaluation/metrics/speculative_acceptance")
     >>> figures = acceptance.compute(predictions=[3, 3], references=[3, 1], new_tokens=[4, 2])
     >>> figures["acceptance_length"], figures["acceptance_rate_by_position"]
     (3.0, [1.0, 0.5, 1.0])

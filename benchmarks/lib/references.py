@@ -1,23 +1,19 @@
 """Transformers' own ways to decode the requests of a closed loop, as columns to compare with.
 
-`generate` takes a batch that is fixed from beginning to end, so requests do not join and leave: a batch is as long as
-its longest text. A row's tokens count up to its own limit or end of text, and the batch ends when all rows have ended.
+`generate` takes a batch that is fixed from beginning to end, so requests do not join and leave, and a batch lasts as long
+as its longest text. A row's tokens count up to its own limit or end of text; the batch ends when all rows have ended.
 """
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.lib.closed_loop import Slice, Workload, counts_of
 from benchmarks.lib.measure import left_padded
-from benchmarks.lib.packed import eos_token_ids
-from benchmarks.lib.pair import Pair
+from benchmarks.lib.pair import Pair, code_of, eos_token_ids
 
 
 TRANSFORMERS, TRANSFORMERS_LOOP = "transformers", "transformers_loop"
@@ -30,7 +26,7 @@ class BatchedGenerate:
         pair ([`Pair`]): The models; the target alone is used.
         workload ([`Workload`]): The requests.
         concurrency (`int`): Rows of a batch.
-        num_tokens (`int`, *optional*, defaults to `0`): Where counting starts, to keep step with loops that began before.
+        num_tokens (`int`, *optional*, defaults to `0`): Where counting starts, to keep step with loops that began earlier.
     """
 
     def __init__(self, pair: Pair, workload: Workload, concurrency: int, *, num_tokens: int = 0):
@@ -61,7 +57,7 @@ class BatchedGenerate:
         return [self.workload.request(self._num_added + row) for row in range(self.concurrency)]
 
     def _generate(self, requests: list[tuple[torch.Tensor, int]]) -> list[list[int]]:
-        """New tokens of each request, as far as they count."""
+        """New tokens of each request, up to its limit or end."""
         target: Any = self.pair.target
         limits = [limit for _, limit in requests]
         batch = left_padded(target, [prompt.tolist() for prompt, _ in requests])
@@ -89,12 +85,15 @@ class AssistedLoop(BatchedGenerate):
     def __init__(self, pair: Pair, workload: Workload, *, num_tokens: int = 0):
         super().__init__(pair, workload, 1, num_tokens=num_tokens)
 
-    def _generate(self, requests: list[tuple[torch.Tensor, int]]) -> list[list[int]]:
-        with _not_packed(self.pair.drafter):
-            return super()._generate(requests)
-
     def _arguments(self) -> dict[str, Any]:
-        return {"assistant_model": self.pair.drafter, "num_assistant_tokens_schedule": "confidence"}
+        config: Any = self.pair.target.config
+        keyword = code_of(self.pair.drafter, "compat_transformers").cache_keyword()
+        return {
+            "assistant_model": self.pair.drafter,
+            "num_assistant_tokens_schedule": "confidence",
+            # The cache that `generate` would make itself; the packed loop leaves calls with a cache to Transformers' loop.
+            keyword: DynamicCache(config=config.get_text_config(decoder=True)),
+        }
 
     def _counts(self) -> Counter:
         return counts_of(self.pair.drafter.last_run)
@@ -129,18 +128,6 @@ def _counted(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
     tokens = tokens[:limit]
     end = next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))
     return tokens[:end]
-
-
-@contextmanager
-def _not_packed(drafter: PreTrainedModel) -> Iterator[None]:
-    """Let the drafter find a reason not to use its packed loop, so that Transformers' own serves the calls."""
-    module: Any = sys.modules[type(drafter).__module__]
-    original = module.why_not_packed
-    module.why_not_packed = lambda *_: "this benchmark measures that loop"
-    try:
-        yield
-    finally:
-        module.why_not_packed = original
 
 
 __all__ = ["TRANSFORMERS", "TRANSFORMERS_LOOP", "AssistedLoop", "BatchedGenerate", "start_references"]

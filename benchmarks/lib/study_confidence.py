@@ -1,4 +1,4 @@
-"""The confidence of a study's DSpark drafter: calibrated on prompts that nobody answered, measured on the study's own.
+"""The confidence of a study's DSpark drafter: calibrated on prompts without answers, measured on the evaluation prompts.
 
 Both steps are the project's commands, `training.calibrate` and `training.evaluate`, with their own resuming.
 """
@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from training.calibrate import CalibrateArguments, calibrate
-from training.evaluate import EvaluateArguments, evaluate
+from training.common.files import read_jsonl, write_atomically
+from training.confidence.calibration import CalibrateArguments, calibrate
+from training.evaluation.evaluation import EvaluateArguments, evaluate
 from training.evaluation.report import EvalReport
-from training.regenerate import read_jsonl, write_atomically
 
 
 PLOTS = ("thresholds.png", "reliability.png")
