@@ -12,6 +12,7 @@ import typer
 
 import dspark
 from hub_upload.__main__ import app
+from hub_upload.hub.verify import PROMPTS
 
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,11 @@ def test_recipes_and_templates_are_installed(site):
         path.name for path in (ROOT / "training/configs").glob("*.yaml")
     )
     assert all(Path(path).is_file() for path in listed)
+
+
+def test_the_default_prompts_of_verify_are_installed(site):
+    assert PROMPTS.is_file()
+    assert (site / "dspark" / PROMPTS.relative_to(ROOT)).is_file()
 
 
 def test_help_lists_the_verbs(site):

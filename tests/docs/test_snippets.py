@@ -29,6 +29,8 @@ from modeling_dspark import DSparkConfig, DSparkModel, Engine
 from modeling_dspark.configuration_dspark import SCHEDULES
 from tests.builders import cache_with_kernels
 from training.common.targets import EMBEDDED_TARGET, resolve_target
+from training.run.arguments import DSparkTrainingArguments
+from training.run.options import DataArguments, DrafterArguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +131,7 @@ def check_module(name: str, arguments: list[str]) -> None:
 def workspace(tmp_path_factory):
     """A folder as `make demo` leaves it: a packaged drafter in `build/`."""
     folder = tmp_path_factory.mktemp("docs")
-    result = CliRunner().invoke(app, ["package", str(DRAFTER), str(folder / "build" / DRAFTER.name)])
+    result = CliRunner().invoke(app, ["package", str(DRAFTER), str(folder / "build" / DRAFTER.name), "--no-card"])
     assert result.exit_code == 0, result.output
     return folder
 
@@ -227,8 +229,7 @@ def test_schedules_are_documented():
 
 
 def test_training_page_names_real_keys():
-    train = importlib.import_module("training.train")
-    groups = (train.DrafterArguments, train.DataArguments, train.DSparkTrainingArguments)
+    groups = (DrafterArguments, DataArguments, DSparkTrainingArguments)
     known = {item.name for group in groups for item in fields(group)}
     table = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("## Keys")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
