@@ -377,7 +377,7 @@ class TestServer:
     def test_another_template_on_the_server_is_found(self, workspace):
         usage = {"fields": {"usage": {"prompt_tokens": 40}}}
         with ChatDouble(lambda number, body: usage) as double:
-            with pytest.raises(ValueError, match=r"counts 40 prompt tokens.*gives \d+.*check_prompt_tokens"):
+            with pytest.raises(ValueError, match=r"counts 40 prompt tokens.*gives \d+.*check-prompt-tokens"):
                 self.run(workspace, double)
             assert set(by_key(self.run(workspace, double, check_prompt_tokens=False))) == KEYS
 
