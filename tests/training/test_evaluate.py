@@ -133,7 +133,7 @@ class TestNumbers:
         assert figures["counts"] == [2, 1]
         assert figures["before"]["auc"] == [None, None]  # all outcomes of a position agree
         json.dumps(figures, allow_nan=False)
-        with pytest.raises(ValueError, match="nothing to say"):
+        with pytest.raises(ValueError, match="no figures of confidence"):
             calibration_figures(logits=[[]], accepted=[0], verified=[0])
         with pytest.raises(ValueError, match="Round 0 has 2 verified drafts and 1 logits"):
             calibration_figures(logits=[[0.5]], accepted=[0], verified=[2])
