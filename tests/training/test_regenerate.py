@@ -491,13 +491,6 @@ class TestKill:
             with pytest.raises(ValueError, match="answers other prompts: the first 5 of"):
                 regenerate(arguments(workspace, limit=2, max_turns=1))
 
-    @pytest.mark.parametrize("content", ["{", "[]"])
-    def test_settings_that_cannot_be_read_are_named(self, workspace, content):
-        regenerate(arguments(workspace, limit=1, max_turns=1))
-        (workspace / "answers.meta.json").write_text(content)
-        with pytest.raises(ValueError, match="answers.meta.json"):
-            regenerate(arguments(workspace, limit=1, max_turns=1))
-
     def test_two_runs_do_not_write_to_one_file(self, workspace):
         with JsonlAppender(workspace / "answers.jsonl"), pytest.raises(ValueError, match="Another process"):
             regenerate(arguments(workspace))

@@ -165,11 +165,6 @@ def without_nan(value: Any) -> Any:
 
 
 __all__ = [
-    "plot_reliability",
-    "position_bins",
-    "sglang_calibration",
-    "table",
-    "without_nan",
-    "write_outputs",
+    *("plot_reliability", "position_bins", "sglang_calibration", "table", "without_nan", "write_outputs"),
     "write_temperatures",
 ]

@@ -149,12 +149,6 @@ def _may_read(
 
 
 __all__ = [
-    "Blocks",
-    "anchor_candidates",
-    "block_inputs",
-    "block_mask",
-    "block_positions",
-    "flex_block_mask",
-    "make_blocks",
-    "sample_anchors",
+    *("Blocks", "anchor_candidates", "block_inputs", "block_mask", "block_positions", "flex_block_mask"),
+    *("make_blocks", "sample_anchors"),
 ]

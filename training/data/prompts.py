@@ -188,15 +188,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any, thinking: Thinki
 
 
 __all__ = [
-    "Thinking",
-    "apply_template",
-    "chat",
-    "check_thinking",
-    "continuation_ids",
-    "prompt_ids",
-    "read_prompts",
-    "render_chat",
-    "template_options",
-    "text_ids",
-    "user_turns",
+    *("Thinking", "apply_template", "chat", "check_thinking", "continuation_ids", "prompt_ids"),
+    *("read_prompts", "render_chat", "template_options", "text_ids", "user_turns"),
 ]

@@ -211,11 +211,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 
 
 __all__ = [
-    "calibration_table",
-    "markdown",
-    "plot_acceptance",
-    "plot_reliability_of",
-    "plot_thresholds",
-    "threshold_table",
-    "write_report",
+    *("calibration_table", "markdown", "plot_acceptance", "plot_reliability_of", "plot_thresholds"),
+    *("threshold_table", "write_report"),
 ]

@@ -225,10 +225,6 @@ def linear_between(start: float, end: float, fraction: float) -> float:
 
 
 __all__ = [
-    "LossWeights",
-    "PositionTerms",
-    "confidence_loss",
-    "linear_between",
-    "position_weights",
+    *("LossWeights", "PositionTerms", "confidence_loss", "linear_between", "position_weights"),
     "weighted_position_loss",
 ]
