@@ -382,6 +382,18 @@ class TestCommand:
         with pytest.raises(ValueError, match="ThresholdPoint"):
             EvalReport.from_json(json.dumps(data))
 
+    def test_reports_of_release_0_1_are_read(self, workspace, tmp_path):
+        report = evaluate(arguments(workspace, tmp_path, limit=1))
+        old = report.to_json()
+        for new, name in (
+            ("acceptance_length", "accepted_length"),
+            ("acceptance_rate_by_position", "acceptance_by_position"),
+            ("num_draft_positions", "num_slots"),
+        ):
+            assert f'"{new}"' in old
+            old = old.replace(f'"{new}"', f'"{name}"')
+        assert EvalReport.from_json(old) == report
+
     @pytest.mark.parametrize("block_size", [1, 7])
     def test_other_block_sizes_and_no_temperatures(self, workspace, tmp_path, block_size):
         _, drafter = markov_pair(drafter_fields={"block_size": block_size})

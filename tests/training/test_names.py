@@ -92,11 +92,6 @@ def test_an_architecture_of_a_clone_is_named_where_it_is_missing(monkeypatch):
         ARCHITECTURES["eagle"]
 
 
-def test_training_does_not_import_benchmarks():
-    code = "import sys, training.train, training.evaluate; sys.exit('benchmarks' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_settings_that_differ_are_named_with_both_values():
     then = {"dtype": "float32", "seed": 1, "forgotten": True}
     check_same_settings(then, {"dtype": "float32", "seed": 1}, subject="`f` was made", way_out="Stop.")
