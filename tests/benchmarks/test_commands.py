@@ -10,7 +10,7 @@ import torch
 from benchmarks import demo, latency
 from benchmarks.lib.breakdown import measure_breakdown
 from benchmarks.lib.measure import ASSISTED, PLAIN
-from hub_upload.package.package import package
+from hub_upload.package import package
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -698,7 +698,7 @@ def test_two_copies_of_remote_code(tmp_path):
     """Two remote-code folders in one process, which never imported the package, both work and do not stack."""
     import json
 
-    from hub_upload.package.package import package
+    from hub_upload.package import package
 
     target = tiny_target("llama")
     target.save_pretrained(tmp_path / "target")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.equality import main as compare
-from hub_upload.package.package import package
+from hub_upload.package import package
 
 
 ROOT = Path(__file__).parents[2]

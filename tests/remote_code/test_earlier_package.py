@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from hub_upload.package.package import package
+from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from tests.builders import cache_with_kernels
 from tests.conftest import FIXTURES

@@ -13,7 +13,7 @@ import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
 
 import modeling_dspark
-from hub_upload.package.package import remote_code_files
+from hub_upload.package import remote_code_files
 
 
 FOLDER = Path(modeling_dspark.__file__).parent
