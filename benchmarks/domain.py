@@ -50,7 +50,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="a folder or a Hub id")
     parser.add_argument("--prompts", required=True, help="JSONL file of training prompts with `category`")
-    parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
+    parser.add_argument("--answers", required=True, nargs="+", help="files written by `dspark regenerate`")
     parser.add_argument("--domain", default="code", help="category to fine-tune for")
     add_prompts_option(parser, ["--eval-prompts"])
     parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts per set")

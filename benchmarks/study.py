@@ -76,7 +76,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser("study", __doc__)
     parser.add_argument("--target", default=EMBEDDED_TARGET, help="a folder, a Hub id, or the embedded target's name")
     parser.add_argument("--prompts", required=True, help="JSONL file of training prompts")
-    parser.add_argument("--answers", required=True, nargs="+", help="files written by `training.regenerate`")
+    parser.add_argument("--answers", required=True, nargs="+", help="files written by `dspark regenerate`")
     add_prompts_option(parser, ["--eval-prompts"])
     parser.add_argument("--limit", type=positive_int, metavar="N", help="evaluation prompts per set")
     parser.add_argument(
@@ -102,7 +102,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: Path) -> list[str]:
-    """Arguments of `training.train` for one drafter."""
+    """Arguments of `dspark train` for one drafter."""
     recipe = RECIPE | fields
     recipe["init_from_target_layers"] = WARM_START[recipe["num_draft_layers"]]
     recipe |= {

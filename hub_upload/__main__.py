@@ -23,7 +23,7 @@ def main() -> None:
 def card(
     drafter: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and facts.yaml.")],
     report: Annotated[
-        list[Path] | None, typer.Option(help="A report of training.evaluate or benchmarks.latency; may be repeated.")
+        list[Path] | None, typer.Option(help="A report of dspark evaluate or benchmarks.latency; may be repeated.")
     ] = None,
     facts: Annotated[Path | None, typer.Option(help="The facts file; by default facts.yaml of the folder.")] = None,
     output: Annotated[Path | None, typer.Option(help="The card; by default README.md of the folder.")] = None,

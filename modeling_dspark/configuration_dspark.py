@@ -72,7 +72,7 @@ class DSparkConfig(PreTrainedConfig):
         confidence_head_with_markov (`bool`, *optional*, defaults to `True`):
             Whether the confidence head sees the Markov embedding of the previous token; needs `markov_rank > 0`.
         confidence_temperatures (`list[float]`, *optional*):
-            Temperatures `T_k` of sequential temperature scaling, one a position: `c_k = sigmoid(z_k / T_k)`.
+            Temperatures `T_k` of sequential temperature scaling, one per position: `c_k = sigmoid(z_k / T_k)`.
         draft_vocab_size (`int`, *optional*):
             Size of a reduced draft vocabulary; the buffer `d2t` maps it to the target's (`target = draft + d2t[draft]`).
             `None` means the whole vocabulary.

@@ -97,7 +97,7 @@ def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
     sums = blocks.sum(dim=-1)
     block = _invert(sums, generator).clamp(max=sums.shape[1] - 1)
     column = _invert(blocks.gather(1, block[:, None, None].expand(-1, -1, _BLOCK)).squeeze(1), generator)
-    drawable = sums.sum(dim=-1) > 0  # false also for what is not a number
+    drawable = sums.sum(dim=-1) > 0  # false for NaN, too
     return torch.where(drawable, block * _BLOCK + column, weights.shape[1])
 
 
@@ -106,7 +106,7 @@ def _invert(weights: torch.Tensor, generator: torch.Generator | None) -> torch.T
     cumulative = weights.cumsum(dim=-1, dtype=exact)
     total = cumulative[:, -1:].contiguous()
     level = torch.rand(total.shape, dtype=exact, device=weights.device, generator=generator) * total
-    # A product that rounds up to the total would point behind the last weight.
+    # A product that rounds up to the total would point past the last weight.
     level = torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, level, right=True).squeeze(1)
 

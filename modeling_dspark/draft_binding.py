@@ -1,4 +1,4 @@
-"""A drafter bound to a target: what it borrows, and how its heads run. Both are decided here, once a call.
+"""A drafter bound to a target: what it borrows, and how its heads run. Both are decided here, once per call.
 
 Shapes: `V` vocabulary, `Vd` draft vocabulary.
 """
@@ -55,7 +55,7 @@ def why_heads_are_not_fused(drafter: Drafter, target: PreTrainedModel, choice: s
 
 
 def head_choice(fused_head: str | None) -> str:
-    """What the heads are to run on: the argument, else the environment variable, else `"auto"`."""
+    """The backend asked for: the argument, else the environment variable, else `"auto"`."""
     return fused_head or os.environ.get(_VARIABLE) or "auto"
 
 

@@ -61,7 +61,7 @@ class DraftBlock(NamedTuple):
 
 
 def choose_tokens(binding: DraftBinding, block: DraftBlock, sampling: DraftSampling) -> BlockTokens:
-    """Draft tokens of a block: in one operation where the heads are fused and at most a temperature is applied."""
+    """Draft tokens of a block: in one operation if the heads are fused and only a temperature is applied."""
     fused = binding.heads is not None and sampling.temperature is not None and block.state is None
     return _at_once(binding, block, sampling) if fused else _position_by_position(binding.drafter, block, sampling)
 
@@ -145,14 +145,14 @@ def _processed(
         else:
             full = drafter.to_target_logits(logits, fill=_UNDRAFTABLE)
             processed = sampling.processor(before, full)[..., draft_token_ids]
-    processed = processed.float()  # what is drawn from is what is verified with
+    processed = processed.float()  # verification uses exactly these logits
     unusable = torch.isnan(processed) | torch.isposinf(processed)
     empty = unusable.any(dim=-1, keepdim=True) | torch.isneginf(processed).all(dim=-1, keepdim=True)
     return torch.where(empty, _certain(processed), processed)
 
 
 def _certain(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of the same shape `[P, Vd]` of which nothing but the first is drawn."""
+    """Logits of the same shape `[P, Vd]` of which only the first can be drawn."""
     certain = torch.full_like(logits, -torch.inf)
     certain[:, 0] = 0.0
     return certain

@@ -1,26 +1,16 @@
 """Counts of one `generate` call or one request, kept on the host."""
 
-import warnings
 from dataclasses import dataclass, field
-from typing import Any
+
+from .compat_renamed import renamed
 
 
 _LISTS = ("drafted", "verified", "accepted", "new_tokens", "plain")
 
 
-def renamed(old: str, new: str) -> Any:
-    """A property under its name of release 0.1, which goes with the next release."""
-
-    def value(self: Any) -> Any:
-        warnings.warn(f"`{type(self).__name__}.{old}` is now `{new}`.", FutureWarning, stacklevel=2)
-        return getattr(self, new)
-
-    return property(value)
-
-
 @dataclass
 class RunStatistics:
-    """Counts of the rounds of one request, or of all requests of a call; the prefill, which drafts nothing, is no round.
+    """Counts of the rounds of one request, or of all requests of a call. The prefill drafts nothing and does not count as a round.
 
     A round of a request is one target forward that it took part in; every list has one entry per round.
 
@@ -30,8 +20,8 @@ class RunStatistics:
         verified (`list[int]`): Draft tokens the target verified.
         accepted (`list[int]`): Draft tokens kept.
         new_tokens (`list[int]`): Tokens produced, bonus and replacement tokens included.
-        plain (`list[bool]`): Whether drafting stepped aside for this request.
-        confidence_logits (`list[list[float]]`): Raw logits of the confidence head, where they were asked for.
+        plain (`list[bool]`): Whether the request decoded plainly although it could have drafted.
+        confidence_logits (`list[list[float]]`): Raw logits of the confidence head, if recorded.
         requests (`list[RunStatistics]`): The same per request, in the order of the batch.
     """
 
@@ -59,7 +49,7 @@ class RunStatistics:
 
     @property
     def plain_rounds(self) -> int:
-        """Rounds in which drafting stepped aside."""
+        """Rounds without drafts that could have had some."""
         return sum(self.plain)
 
     @property

@@ -1,6 +1,6 @@
 """The packed loop: any number of requests, one target forward per round, no padding.
 
-A round drafts a block for every request that is to draft, schedules how much of each block is verified, runs the target
+A round drafts a block for every request that takes part in drafting, schedules how much of each block is verified, runs the target
 over `[anchor, drafts]` of all requests at once, and keeps what the target confirms. Requests join and leave between
 rounds. Greedy and sampling, one request and many, drafting and plain steps are the same path.
 
@@ -166,7 +166,7 @@ class Engine:
             [`Request`]: its `tokens` grow with every step; `finished` says when it is done.
 
         Raises:
-            TypeError: for a prompt that is no tensor of integers, or a length that is no integer.
+            TypeError: for a prompt other than a tensor of integers, or a length other than an integer.
             ValueError: for an empty prompt, tokens the target does not have, or without any bound on the length.
         """
         check_prompt(prompt, max_new_tokens, vocab_size=self._vocabulary)
@@ -217,7 +217,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Prefill what has joined, then advance every request by one round; returns the requests that finished.
+        """Prefill the new requests, then advance every request by one round; returns the requests that finished.
 
         Raises:
             RuntimeError: after an exception of a processor or criterion left an earlier step half done.

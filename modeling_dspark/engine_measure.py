@@ -26,7 +26,7 @@ from .target_binding import input_device
 
 _ROWS = (1, 2, 4, 8, 16, 32)
 _SAMPLED_ROWS = (1, 8, 32)
-_CONTEXT, _LONG_CONTEXT = 128, 1024  # tokens a row
+_CONTEXT, _LONG_CONTEXT = 128, 1024  # tokens per row
 _LONG_CONTEXT_ROWS = 8
 _SECONDS = 12.0  # after the fewest repeats, none is begun that would take longer
 _REPEATS = 5
@@ -88,10 +88,10 @@ def measure(drafter: Drafter, target: PreTrainedModel, key: dict[str, Any]) -> C
 
 def _contexts(target: PreTrainedModel, block_size: int) -> tuple[int, int]:
     """The usual and the long context of the grid, no longer than the target's positions."""
-    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = min(_LONG_CONTEXT, (most or 2 * _LONG_CONTEXT) - block_size - 1)
+    max_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = min(_LONG_CONTEXT, (max_positions or 2 * _LONG_CONTEXT) - block_size - 1)
     if longest < 4:
-        raise ValueError(f"The target has {most} positions, too few for blocks of {block_size} drafts.")
+        raise ValueError(f"The target has {max_positions} positions, too few for blocks of {block_size} drafts.")
     return min(_CONTEXT, longest // 2), longest
 
 
@@ -140,7 +140,7 @@ def _fitted(fastest: dict[_Task, tuple[float, ...]], key: dict[str, Any]) -> Cos
 
 
 def _seconds_per_context(fastest: dict[_Task, tuple[float, ...]]) -> float:
-    """What a token of context adds to the target's forward."""
+    """Seconds that a token of context adds to the target's forward."""
     long = max((task for task in fastest if task.kind == "long"), key=lambda task: task.rows)
     short = next(task for task in fastest if task[:4] == ("greedy", long.rows, 0, long.num_draft_positions))
     return max(fastest[long][1] - fastest[short][1], 0.0) / (long.rows * (long.context - short.context))

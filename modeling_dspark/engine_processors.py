@@ -51,7 +51,7 @@ class RowProcessors:
 
     Args:
         processors ([`~transformers.LogitsProcessorList`], *optional*): As `generate` prepared them.
-        batch_size (`int`): Rows of the user's batch: a processor that is not known to treat rows alike (a user's own)
+        batch_size (`int`): Rows of the user's batch: a processor of the user's own may depend on the row, so it
             is called with a batch of this size, so that it finds a prefix in its own row. Requests beyond it, which an
             engine that runs on has, take the rows in turn.
     """
@@ -161,7 +161,7 @@ def _constrained(processor: Any, logits: torch.Tensor, prefixes: list[torch.Tens
 
 
 def _is_known(processor: Any, names: set[str]) -> bool:
-    """Whether a processor is one of Transformers' own of these names; a subclass may do something else."""
+    """Whether a processor is Transformers' own and has one of these names; a subclass may do something else."""
     return type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in names
 
 

@@ -56,9 +56,9 @@ def profile(drafter: Drafter, target: PreTrainedModel, *, refresh: bool = False)
 def profile_of_call(
     drafter: Drafter, target: PreTrainedModel, processors: RowProcessors, prompt: torch.Tensor
 ) -> CostProfile:
-    """The costs of a call with logits processors, which are measured once for each set of them and kept with the rest.
+    """The costs of a call with logits processors, which are measured once per set of processors and stored with the rest.
 
-    A user's own processors are not called for it, and count as free.
+    The user's own processors are not called, and count as free.
 
     Args:
         drafter ([`DSparkModel`]): The drafter.
@@ -95,12 +95,12 @@ def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_si
 
 
 def costs_folder() -> Path:
-    """Where profiles are kept."""
+    """The folder of stored profiles."""
     return cache_folder() / "costs"
 
 
 def profile_key(drafter: Drafter, target: PreTrainedModel) -> dict[str, Any]:
-    """What a measurement holds for."""
+    """Everything that a measurement depends on."""
     device = input_device(target)
     accelerator = device.type == "cuda"
     return {
@@ -124,11 +124,11 @@ def _stored(digest: str, key: dict[str, Any]) -> CostProfile | None:
         path = costs_folder() / f"{digest}.json"
         if not path.exists():
             return None
-        found = CostProfile.load(path)
+        costs = CostProfile.load(path)
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: no home folder
         logger.warning(f"The stored cost profile is measured again: {error}")
         return None
-    return found if found.key == key else None
+    return costs if costs.key == key else None
 
 
 def _name_of(key: dict[str, Any]) -> str:

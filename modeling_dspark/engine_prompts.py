@@ -52,7 +52,7 @@ def check_prompt(prompt: Any, max_new_tokens: Any, *, vocab_size: int) -> None:
     """Refuse what an engine cannot decode.
 
     Raises:
-        TypeError: for a prompt that is no tensor of integers, or a length that is no integer.
+        TypeError: for a prompt other than a tensor of integers, or a length other than an integer.
         ValueError: for an empty prompt, or tokens the target does not have.
     """
     if not isinstance(prompt, torch.Tensor) or prompt.is_floating_point() or prompt.dtype == torch.bool:

@@ -24,7 +24,7 @@ class RowTable:
         return self._row[request.index]
 
     def add(self, request: Request) -> None:
-        """Give a request an empty row behind the others."""
+        """Give a request an empty row after the others."""
         self._row[request.index] = self.cache.add_row()
         self.requests.append(request)
 

@@ -44,7 +44,7 @@ class StopConditions:
         return any(bool(torch.as_tensor(clock(nothing, None)).any()) for clock in self._clocks)
 
     def cut(self, texts: list[tuple[torch.Tensor, list[int]]], rows: list[int], scores: list[Any]) -> list[int | None]:
-        """Length at which each text ends, or `None` where it goes on.
+        """Length at which each text ends, or `None` where it continues.
 
         Args:
             texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and those again on the host.

@@ -18,7 +18,7 @@ from .target_packing import PackedPlan
 
 
 class Scores(NamedTuple):
-    """Logits `[N, V]` before and after the processors: `raw` (meant only where it is kept) and `processed`."""
+    """Logits `[N, V]` before and after the processors: `raw` (valid only if kept) and `processed`."""
 
     raw: torch.Tensor
     processed: torch.Tensor
@@ -134,7 +134,7 @@ class TextWriter:
 
 
 def _to_rows(drafting: torch.Tensor, rows: list[int], num_rows: int) -> torch.Tensor:
-    """Values of the rows that draft `[n, ...]` at their place in all rows `[R, ...]`; nothing is read of the others."""
+    """Values of the rows that draft `[n, ...]` at their place in all rows `[R, ...]`; the other rows are never read."""
     if rows == list(range(num_rows)):
         return drafting
     placed = drafting.new_zeros(num_rows, *drafting.shape[1:])

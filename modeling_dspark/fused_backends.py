@@ -1,7 +1,7 @@
 """What the fused head runs on: C++ on a CPU, CUDA by nvcc or NVRTC on a GPU, chosen for each device and made on first use.
 
 `DSPARK_FUSED_HEAD` chooses: `auto` (the default: `cpu` on a CPU, `cuda` or else `nvrtc` on a GPU), `cpu`, `cuda`, `nvrtc`,
-or `torch` for none. What fails is said once, and not tried again in the process.
+or `torch` for none. A failure is reported once, and not tried again in the process.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ class CpuBackend:
 
         Raises:
             LaunchError: if the machine lacks the instruction set.
-            ValueError: if an anchor, or a draft token, is no token of the target.
+            ValueError: if an anchor or a draft token is not in the target's vocabulary.
         """
         packed.isa, packed.threads = self._isa, torch.get_num_threads()
         refusal = self._library.dspark_head_cpu(ctypes.byref(packed))
@@ -122,7 +122,7 @@ class GpuBackend:
                     raise
                 # Nothing has run so far.
                 logger.warning_once(
-                    f"The fused sequential head takes a launch a position on {device}, not one a block: {error}."
+                    f"The fused sequential head needs one launch per position on {device}, not one per block: {error}."
                 )
                 launch(self._kernels, packed, stream=stream, stepwise=True, **self._sizes)
                 self._stepwise = True
@@ -182,7 +182,7 @@ def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 _lock = threading.Lock()
-_made: dict[tuple[str, torch.device], Backend | None] = {}  # `None`: tried in vain
+_made: dict[tuple[str, torch.device], Backend | None] = {}  # `None`: it failed
 _given_up: set[tuple[Backend, torch.dtype | None, int | None]] = set()
 _makers: dict[str, Callable[[torch.device], Backend]] = {
     "cpu": lambda _: CpuBackend(),
@@ -192,7 +192,7 @@ _makers: dict[str, Callable[[torch.device], Backend]] = {
 
 
 def backend_names(device: torch.device, choice: str) -> tuple[str, ...]:
-    """What may serve a device, best first; none for PyTorch.
+    """Backends for a device, best first; none stands for PyTorch.
 
     Raises:
         ValueError: if `choice` is none of the choices.
@@ -210,7 +210,7 @@ def backend_names(device: torch.device, choice: str) -> tuple[str, ...]:
 
 
 def serves(*tensors: torch.Tensor | None) -> bool:
-    """Whether there may be a fused form for these tensors: all on one device, in one dtype that the kernels know."""
+    """Whether a kernel can take these tensors: all on one device, in one dtype that the kernels know."""
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None}
     return len(kinds) == 1 and next(iter(kinds))[0] in _DTYPES
 
@@ -218,7 +218,7 @@ def serves(*tensors: torch.Tensor | None) -> bool:
 def backend_for(
     device: torch.device, dtype: torch.dtype | None = None, rank: int | None = None, *, choice: str = "auto"
 ) -> Backend | None:
-    """What to run on, made if need be, or `None` for PyTorch.
+    """The backend to run on, built if necessary, or `None` for PyTorch.
 
     Args:
         device (`torch.device`): Where the tensors are.
@@ -244,7 +244,7 @@ def give_up(backend: Backend, dtype: torch.dtype, rank: int, error: Exception) -
 
 
 def _make(name: str, device: torch.device, *, last: bool) -> Backend | None:
-    """A backend of this name, by one thread. Of those before the last, what was not there to be tried is not said."""
+    """Make a backend, in one thread. If a toolkit is missing, only the last backend warns."""
     with _lock:
         if (name, device) not in _made:
             try:

@@ -1,9 +1,9 @@
 """Building C++ and CUDA on first use: once for each source, torch and machine, by any number of processes at a time.
 
-What is built is kept in `$DSPARK_CACHE/kernels`, by default `~/.cache/dspark/kernels`, or where that is of no use in a
-folder of the user's own for temporary files. A build that is killed leaves nothing that a later one would wait for: the
-lock is the operating system's (without one, each process builds), and a library gets its name when it is whole. A checksum
-behind its end tells whether it still is; loaders do not read that far.
+Builds are cached in `$DSPARK_CACHE/kernels`, by default `~/.cache/dspark/kernels`; if that folder cannot be used, in a private
+temporary folder of the user. A killed build blocks nobody: the operating system releases its lock (without locks, each
+process builds), and a library gets its name only once it is complete. A checksum after its end detects damage; loaders do
+not read that far.
 """
 
 import contextlib
@@ -42,15 +42,15 @@ _failed: dict[str, "BuildError"] = {}  # not tried again in this process
 
 
 class BuildError(RuntimeError):
-    """The reason, and what can be done about it."""
+    """Why a build failed, and the way out."""
 
 
 def load_library(name: str, source: str) -> ctypes.CDLL:
-    """The library made of a C++ source, built if it is not there yet.
+    """The library of a C++ source, built if necessary.
 
     Args:
         name (`str`): Of the library, for people to read.
-        source (`str`): Includes nothing but the standard library.
+        source (`str`): Includes the standard library only.
 
     Raises:
         BuildError: if it can be neither found nor built.
@@ -65,7 +65,7 @@ def load_library(name: str, source: str) -> ctypes.CDLL:
 def load_built(
     name: str, key: list[Any], compile_in: Callable[[Path], None], *, lasts: str, needs: str
 ) -> ctypes.CDLL:
-    """The library of a name and key, loaded once a process and built if it is not there yet.
+    """The library of a name and key, loaded once per process, and built if necessary.
 
     Args:
         name (`str`): Of the library, for people to read.
@@ -130,7 +130,7 @@ def _compiler() -> str:
 
 
 def _look_for_tools(needs: str) -> None:
-    """Refuse early, with the name of what is missing."""
+    """Refuse early, and name the missing tool."""
     for tool in (_compiler(), "ninja"):
         if shutil.which(tool, path=_search_path()) is None:
             raise BuildError(f"there is no program `{tool}`; {needs}")
@@ -143,7 +143,7 @@ def digest(key: list[Any]) -> str:
 
 
 def read_kept(file: str) -> bytes | None:
-    """What `keep` wrote under this name, if it is there and whole."""
+    """The library that `keep` wrote under this name, if it exists and is complete."""
     for folder in _folders():
         with contextlib.suppress(OSError):
             if _why_not_own(folder) is None and (content := _whole(folder / file)) is not None:
@@ -178,7 +178,7 @@ def _write_whole(content: bytes, scratch: Path, path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where this project keeps what it makes once: `$DSPARK_CACHE`, else `~/.cache/dspark`.
+    """The folder for everything that this project makes once: `$DSPARK_CACHE`, else `~/.cache/dspark`.
 
     Raises:
         RuntimeError: if there is neither.
@@ -187,7 +187,7 @@ def cache_folder() -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """Where libraries may be, best first."""
+    """Folders for libraries, best first."""
     with contextlib.suppress(RuntimeError):  # a user without a home
         yield cache_folder() / "kernels"
     own = os.getuid() if hasattr(os, "getuid") else "user"
@@ -195,7 +195,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _why_not_own(folder: Path) -> str | None:
-    """Why no library of this folder is loaded: somebody else can write there, or the system runs nothing from it."""
+    """Why libraries in this folder are not loaded: others can write to it, or the system executes nothing from it."""
     if not hasattr(os, "getuid"):
         return None
     state = folder.stat()

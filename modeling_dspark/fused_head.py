@@ -1,6 +1,6 @@
 """The whole sequential head of a block as one operation, `dspark::sequential_head`.
 
-Unfused, every position takes a handful of small operations and a pass over the logits; what has to be done is one read of
+Unfused, every position takes a handful of small operations and a pass over the logits; the necessary work is one read of
 `W2` a position. `fused_backends` has the fused forms; elsewhere the operation is the same steps in PyTorch.
 
 Tokens are chosen from the logits as they are returned: rounded to the dtype of the weights, ties to the lowest index.
@@ -29,7 +29,7 @@ _MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that m
 
 
 class BlockTokens(NamedTuple):
-    """What the head makes of a block.
+    """The tokens of a block.
 
     Attributes:
         columns (`torch.LongTensor` of shape `(R, K)`): Places of the tokens in the draft vocabulary.
@@ -45,7 +45,7 @@ class BlockTokens(NamedTuple):
 
 
 def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = "auto") -> str | None:
-    """Why the heads of a drafter run position by position and not as one operation, or `None`.
+    """Why the heads of a drafter cannot run as one operation, or `None` if they can.
 
     Args:
         drafter ([`Drafter`]): The drafter.
@@ -60,7 +60,7 @@ def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = 
         return f"there is no fused form for {device.type}" if choice == "auto" else f"`fused_head={choice!r}`"
     if head is None:
         return "the drafter has no Markov head"
-    own = vars(drafter)  # what a user has put in the place of a method, which may carry its attributes
+    own = vars(drafter)  # a method that the user has replaced may carry its attributes
     if not all(
         getattr(getattr(type(drafter), name), "fusable", False) and name not in own
         for name in ("head_step", "to_target_ids")
@@ -101,7 +101,7 @@ def head_weights(drafter: Drafter) -> dict[str, Any]:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether nothing happens in a head but what its weights say."""
+    """Whether a head computes exactly what its weights imply."""
     if torch.nn.modules.module._has_any_global_hook():
         return False
     return all(
@@ -138,8 +138,8 @@ def fused_block(
         backend (`str`, *optional*, defaults to `"auto"`): What to run on, one of `CHOICES`.
 
     Raises:
-        ValueError: if a shape or a device is not as it should be; on a CPU also if an anchor is no token of the target.
-            (A GPU takes the nearest token instead, since to ask would be to wait for it.)
+        ValueError: if a shape or a device is wrong; on a CPU also if an anchor is not in the target's vocabulary. (A GPU
+            takes the nearest token instead, because checking would wait for the device.)
     """
     with torch.no_grad():  # choices have no gradient
         columns, tokens, logits, confidence = _operation(

@@ -62,7 +62,7 @@ class Kernels(ABC):
         if key not in self._occupancies:
             sizes = [size for *kernel, _, size in self._occupancies if kernel == [dtype, tiles]]
             self._occupancies[key] = self._allow(*key)
-            if max(sizes, default=0) > shared_bytes:  # what was allowed last holds, and less must not take away
+            if max(sizes, default=0) > shared_bytes:  # the last limit stays in force; never lower it
                 self._allow(dtype, tiles, threads, max(sizes))
         return self._occupancies[key]
 
@@ -133,7 +133,7 @@ def tiles_for(dtype: int, rows: int, rank: int, max_shared_bytes: int) -> int | 
         max_shared_bytes (`int`): What a block may have, `shared_memory_per_block_optin` of the device's properties.
 
     Returns:
-        `None` where there is no kernel that fits.
+        `None` if no kernel fits.
     """
     wanted = 1 if dtype == 0 or rows <= 8 else 2 if rows <= 16 else 8
     fitting = (
@@ -171,7 +171,7 @@ def launch(
     if tiles is None:
         raise LaunchError(
             f"A Markov rank of {rank} needs {shared_bytes(dtype, 1, rank)} bytes of shared memory, "
-            f"but a block on this GPU has {max_shared_bytes} at most."
+            f"but a block on this GPU has a maximum of {max_shared_bytes}."
         )
     size = shared_bytes(dtype, tiles, rank)
     resident = num_multiprocessors * kernels.occupancy(dtype, tiles, THREADS, size)

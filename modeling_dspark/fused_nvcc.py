@@ -32,7 +32,7 @@ _NEEDS = (
 
 
 class NoToolkitError(BuildError):
-    """There is nothing to build with, as on most machines."""
+    """No toolkit is installed, as on most machines."""
 
 
 class Toolkit(NamedTuple):
@@ -114,7 +114,7 @@ def _compile(source: str, flags: list[str], home: Path, scratch: Path) -> None:
     from torch.utils import cpp_extension  # needs setuptools, which not every environment has
 
     before = cpp_extension.CUDA_HOME
-    cpp_extension.CUDA_HOME = str(home)  # there is no argument for it, and the environment is read at import only
+    cpp_extension.CUDA_HOME = str(home)  # no argument sets it, and the environment is read at import only
     try:
         compile_extension(
             _NAME,
@@ -166,7 +166,7 @@ def find_toolkit() -> Toolkit:
 
 
 def _homes() -> Iterator[Path]:
-    """Where a toolkit may be, best first."""
+    """Folders that may hold a toolkit, best first."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable])
@@ -182,7 +182,7 @@ def _homes() -> Iterator[Path]:
 
 
 def _ask(nvcc: Path, *arguments: str) -> str:
-    """What nvcc prints, on whichever stream; nothing if it cannot be run."""
+    """The output of nvcc, from either stream; empty if it cannot run."""
     try:
         run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):

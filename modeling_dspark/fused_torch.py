@@ -78,7 +78,7 @@ def head_in_torch(inputs: HeadInputs) -> Outputs:
 
 
 def empty_outputs(base_logits: torch.Tensor, confidence_weight: torch.Tensor | None, *, with_logits: bool) -> Outputs:
-    """What a block's results are written to. Those that there are none of have no elements."""
+    """Tensors for a block's results; absent results have no elements."""
     columns = base_logits.new_empty(base_logits.shape[:2], dtype=torch.long)
     logits = base_logits.new_empty(base_logits.shape if with_logits else (0,))
     confidence_shape = (0,) if confidence_weight is None else base_logits.shape[:2]

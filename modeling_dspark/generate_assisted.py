@@ -187,7 +187,7 @@ class AssistedRun:
     ) -> tuple[torch.Tensor, int]:
         """Rejection sampling of one round: the tokens `[1, m + 1]` to append, and `m`.
 
-        Where the last draft ends the text and is kept, no bonus token follows it.
+        If the last draft ends the text and is kept, no bonus token follows it.
         """
         length = candidate_logits.shape[1]
         drafts = candidate_ids[:, -length:]

@@ -1,7 +1,7 @@
 """One `generate` call with a DSpark drafter: what is refused, and which loop serves it.
 
-The packed loop is the default. What it does not cover goes to Transformers' own assisted loop where one prompt is
-decoded, and is refused, with the reason, where there are several.
+The packed loop is the default. Transformers' own assisted loop serves single prompts that it does not cover; batches that
+it does not cover are refused, with the reason.
 
 Shapes: `R` rows of the batch, `T` prompt length with padding.
 """
@@ -39,7 +39,7 @@ _KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cach
 
 @dataclass(frozen=True)
 class AssistedCall:
-    """What `generate` prepared for its decoding method; read only.
+    """The arguments that `generate` prepared for its decoding method; read only.
 
     Attributes:
         target ([`~transformers.PreTrainedModel`]): The target.
@@ -47,7 +47,7 @@ class AssistedCall:
         generation_config ([`~transformers.GenerationConfig`]): Prepared settings.
         logits_processor ([`~transformers.LogitsProcessorList`]): Applied to the logits of drafter and target.
         stopping_criteria ([`~transformers.StoppingCriteriaList`]): Where texts end.
-        model_kwargs (`dict`): What is passed on to the target.
+        model_kwargs (`dict`): Keyword arguments for the target.
         streamer (`BaseStreamer`, *optional*): Gets every token as soon as it is certain.
         synced_gpus (`bool`): Whether ranks must run equally many forwards.
     """
@@ -189,7 +189,7 @@ def with_fresh_cache(call: AssistedCall, model_kwargs: dict[str, Any]) -> dict[s
 
 
 def _are_usual(positions: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor) -> bool:
-    """Whether positions are those that `generate` makes from the mask (what it puts at padding does not matter)."""
+    """Whether positions are those that `generate` makes from the mask (at padding, any position is fine)."""
     if positions.shape[-1] != input_ids.shape[1] or positions.dim() != 2:
         return False
     ones = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()

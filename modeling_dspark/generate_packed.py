@@ -1,4 +1,4 @@
-"""The packed loop behind `generate`, for any batch size: prompts in, what `generate` returns out.
+"""The packed loop behind `generate`, for any batch size: prompts in, the return value of `generate` out.
 
 Shapes: `R` rows of the batch, `T` prompt length with padding, `V` vocabulary.
 """
@@ -104,7 +104,7 @@ def _without_padding(
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """Of each row: prompt without padding, prompt with its padding on the left, and how much of that there is.
 
-    What is masked between tokens is no padding: the target does not see it, and logits processors do.
+    Masked tokens between others are not padding: the target does not see them, but logits processors do.
     """
     if attention_mask is None:
         return [(row, row, 0) for row in input_ids]
@@ -163,7 +163,7 @@ def _pad_token(generation_config: GenerationConfig) -> int:
 def _longest(
     generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList, prompt_length: int
 ) -> int | None:
-    """Where texts end at the latest: after one token, since criteria are checked behind it."""
+    """The maximum length of a text: at least one new token, since criteria are checked after it."""
     lengths = [length for length in (generation_config.max_length, stopping_criteria.max_length) if length is not None]
     return max(min(lengths), prompt_length + 1) if lengths else None
 

@@ -1,7 +1,7 @@
 """The drafter's context cache, and the ragged buffers under it.
 
 The cache holds keys and values of the *context* only (tokens that went through the target). Keys and values of a draft
-block are written behind the context so that attention reads one contiguous view, but the lengths never advance over
+block are written after the context so that attention reads one contiguous view, but the lengths never advance over
 them: the next round overwrites them, and a rejected draft leaves nothing to roll back.
 
 Shapes: `R` rows (requests), `C` new context positions, `K` block positions, `H` key/value heads, `d` head size.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Where one forward writes, and what its queries may read.
+    """Write positions of one forward, and the positions that its queries may read.
 
     Attributes:
         stop (`int`): Positions read by attention, over all rows.
@@ -28,7 +28,7 @@ class WritePlan:
 
 
 class RaggedCache:
-    """Per-layer buffers `[row slots, capacity, H, d]` with one length a row; rows join, leave and trade places.
+    """Per-layer buffers `[row slots, capacity, H, d]` with one length per row; rows join, leave and trade places.
 
     The rows in use are the first ones, so all that is read is a view. Buffers start at the size first needed and grow
     geometrically, never beyond `max_length`. They are made of zeros, because masked positions are multiplied by zero and
@@ -36,7 +36,7 @@ class RaggedCache:
 
     Args:
         num_rows (`int`, *optional*, defaults to `0`): Rows to begin with.
-        max_length (`int`, *optional*): Longest row there can be, where it is known.
+        max_length (`int`, *optional*): Maximum length of a row, if known.
     """
 
     def __init__(self, num_rows: int = 0, max_length: int | None = None):
@@ -47,7 +47,7 @@ class RaggedCache:
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_row(self) -> int:
-        """Add an empty row behind the others; returns its index."""
+        """Add an empty row after the others; returns its index."""
         self.lengths.append(0)
         return len(self.lengths) - 1
 
@@ -73,7 +73,7 @@ class RaggedCache:
         self.lengths.pop()
 
     def reserve(self, num_positions: int) -> None:
-        """Make room for every row and `num_positions` positions; what is stored stays."""
+        """Make room for `num_positions` positions in every row; the contents stay."""
         rows = len(self.lengths)
         if rows <= self._num_row_slots and num_positions <= self.capacity:
             return
@@ -127,7 +127,7 @@ class DSparkCache(RaggedCache):
         start = torch.tensor(lengths, device=device)[:, None]
         new = torch.tensor(context_lengths, device=device)[:, None]
         offset = torch.arange(num_context, device=device)
-        # Padding of short rows goes to one spare position behind everything that is read.
+        # Padding of short rows goes to one spare position after everything that is read.
         context = torch.where(offset < new, start + offset, stop)
         block = start + new + torch.arange(num_block, device=device)
         readable = torch.arange(stop, device=device) < start + new + num_block
@@ -149,13 +149,13 @@ class DSparkCache(RaggedCache):
         return stored[0], stored[1]
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *, row: int) -> None:
-        """Write context `keys`, `values` `[C, H, d]` behind what row `row` holds; room is reserved, lengths stay."""
+        """Write context `keys`, `values` `[C, H, d]` after the contents of row `row`; room is reserved, lengths stay."""
         start = self.lengths[row]
         for buffer, new in zip(self.buffers(layer_idx, keys, values), (keys, values), strict=True):
             buffer[row, start : start + new.shape[0]] = new
 
     def advance(self, context_lengths: list[int]) -> None:
-        """Keep the context written since `begin`; the block behind it is forgotten."""
+        """Keep the context written since `begin`; the block after it is forgotten."""
         for row, new in enumerate(context_lengths):
             self.lengths[row] += new
         self._plan = None

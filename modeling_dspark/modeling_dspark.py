@@ -53,9 +53,9 @@ class DSparkPreTrainedModel(PreTrainedModel):
     config: DSparkConfig
     config_class = DSparkConfig
     base_model_prefix = "dspark"
-    # Copies of what is borrowed from the target, and a map that says what `d2t` says.
+    # Copies of modules that are borrowed from the target, and the inverse of `d2t`.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
-    # Set by the package to `formats.foreign_arguments`, which a published drafter goes without.
+    # Set by the package to `formats.foreign_arguments`, which a published drafter does not have.
     foreign_arguments: Callable[..., dict[str, Any]] | None = None
     supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkDecoderLayer"]

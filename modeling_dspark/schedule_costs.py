@@ -109,7 +109,7 @@ class CostProfile:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a token costs nothing, so that every draft seems to pay."""
+        """Whether a token costs nothing, in which case every draft seems worthwhile."""
         return self.verify.seconds[0] == self.verify.seconds[-1]
 
     def round_seconds(
@@ -168,7 +168,7 @@ class CostProfile:
         """Read a profile in this project's JSON or in SGLang's (`sample_batch_tokens`, `sample_steps_per_sec`).
 
         Raises:
-            ValueError: if the file is neither; names the file and what is wrong.
+            ValueError: if the file has another format; names the file and the problem.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -179,7 +179,7 @@ class CostProfile:
                     f"`processing` is {profile.processing}, `seconds_per_logits` {profile.seconds_per_logits}"
                 )
             if len(profile.verify.counts) < 2:
-                raise ValueError("`verify` has one point, which says nothing about what a token costs")
+                raise ValueError("`verify` has one point, so the cost of a token is unknown")
             if not 0 <= profile.seconds_per_context < float("inf"):
                 raise ValueError(f"`seconds_per_context` is {profile.seconds_per_context}")
             return profile

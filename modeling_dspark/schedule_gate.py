@@ -1,32 +1,34 @@
-"""Stepping aside: which requests draft in the next round, and how many positions, from measured costs and past rounds only.
+"""Which requests draft in the next round, and how many positions, from measured costs and past rounds only.
 
-Each request keeps a running estimate of what a drafting round brought it. As many requests draft, the most promising
-first, as the expected tokens per second of the whole round allow; one more that costs next to nothing drafts along, since
-a batch is done when its slowest request is. The others decode plainly and try again later, at growing distances. All of
-it is known before the next block is drafted, so the choice may be the best one over all of them.
+Each request keeps a running estimate of its gain per drafting round. Requests draft, the most promising first, as long as
+the expected tokens per second of the whole round rise; a request whose drafting costs almost nothing drafts along, because
+a batch is done when its slowest request is. The others decode plainly and try again after growing intervals. The choice
+uses past rounds only, so an unconstrained search over the requests is lossless.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 
-_PRIOR_GAIN = 0.6  # accepted drafts a round that a drafter nothing is known about is given credit for,
-_PRIOR_BUDGET = 1.0  # the drafts it verifies for that,
-_PRIOR_WEIGHT = 1.0  # and for how many rounds: few, so that useless drafts are found out after two or three
-_POOL_WEIGHT = 12.0  # rounds that what all others got counts for, when a request is judged: a few misses are chance
-_FORGETTING = 0.97  # weight of a round against the one after it: long enough that chance seldom parks a fair request
+_PRIOR_GAIN = 0.6  # accepted drafts per round credited to an unknown drafter,
+_PRIOR_BUDGET = 1.0  # drafts verified per round for that,
+_PRIOR_WEIGHT = 1.0  # and the number of such rounds: few, so that useless drafts show after two or three
+_POOL_WEIGHT = 12.0  # weight, in rounds, of the gains of all other requests: a few misses are chance
+_FORGETTING = 0.97  # weight of a round relative to the next one: slow enough that chance seldom stops a fair request
 _POOL_FORGETTING = 0.98
-_MOST_MISSES = 20  # rounds in a row without a draft kept, after which nothing is expected: seldom met by chance
-_WORTHWHILE = 0.97  # a request drafts along with others unless leaving it out gains more than this leaves
-_FIRST_SLOTS = 0.7  # share of positions kept, of those whose predecessors were, before anything is known
-_SLOT_RATE = 0.02  # of a row's round
-_EXPLORE_SLOTS = 16  # rounds
+_MAX_MISSES = 20  # consecutive rounds without an accepted draft after which the expected gain is 0: rare by chance
+_WORTHWHILE = (
+    0.97  # a request drafts along unless the rate without it exceeds the rate with it by more than this factor
+)
+_FIRST_RATE = 0.7  # acceptance rate by position before any round
+_UPDATE_RATE = 0.02  # of one row in one round
+_EXPLORE_EVERY = 16  # rounds
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # rounds
 
 
 @dataclass
 class _Mean:
-    """Discounted means of accepted and verified drafts a round."""
+    """Discounted means of accepted and verified drafts per round."""
 
     forgetting: float
     weight: float = 0.0
@@ -47,25 +49,25 @@ class _Mean:
 
 
 class RequestEstimate:
-    """What drafting has brought one request, and when it may try again."""
+    """The gain of drafting for one request, and the round of its next try."""
 
     def __init__(self) -> None:
         self.mean = _Mean(_FORGETTING)
-        self.misses = 0  # rounds in a row in which drafts were verified and none was kept
-        self.wait: int | None = None  # rounds between two tries, once it steps aside
+        self.misses = 0  # consecutive rounds in which drafts were verified and none was accepted
+        self.wait: int | None = None  # rounds between two tries, once it decodes plainly
         self.retry_at: int | None = None
 
 
 class DraftGate:
     """Chooses the requests that draft; one object serves one engine.
 
-    A request that is new is judged by what the requests before it got.
+    The estimate of a new request starts from the gains of earlier ones.
     """
 
     def __init__(self) -> None:
         self._pool = _Mean(_POOL_FORGETTING)
         self._round = 0
-        self._first_wait = _FIRST_WAIT  # of a request that steps aside: longer where others have tried in vain
+        self._first_wait = _FIRST_WAIT  # of a request that stops drafting: longer after failed tries of others
 
     def admit(
         self, estimates: list[RequestEstimate], *, num_rows: int, seconds: Callable[[float, int], float]
@@ -91,7 +93,7 @@ class DraftGate:
         return [index for index, estimate in enumerate(estimates) if self._may_draft(estimate, paying=index in paying)]
 
     def record(self, estimate: RequestEstimate, *, accepted: int, verified: int) -> None:
-        """Count what a drafting round brought."""
+        """Count a drafting round."""
         estimate.mean.add(accepted, verified)
         if verified:
             estimate.misses = 0 if accepted else estimate.misses + 1
@@ -119,27 +121,29 @@ class DraftGate:
 
 
 def _expected(estimate: RequestEstimate, prior: tuple[float, float]) -> tuple[float, float]:
-    """Drafts that a round is expected to keep and to verify for a request."""
+    """Expected accepted and verified drafts of a request in one round."""
     gain, budget = estimate.mean.with_prior(*prior, _POOL_WEIGHT)
-    return (gain if estimate.misses < _MOST_MISSES else 0.0), budget
+    return (gain if estimate.misses < _MAX_MISSES else 0.0), budget
 
 
 class BlockLength:
-    """How many positions to draft in a round, by what each position has brought in the rounds before.
+    """The number of positions to draft, from the acceptance of each position in past rounds.
 
     Args:
-        most (`int`): Most positions there are.
+        max_positions (`int`): Maximum number of draft positions.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, max_positions: int):
         self._verified = [
-            _FIRST_SLOTS**position for position in range(1, most + 1)
+            _FIRST_RATE**position for position in range(1, max_positions + 1)
         ]  # a row's drafts verified at each position,
-        self._accepted = [_FIRST_SLOTS**position for position in range(1, most + 1)]  # and kept: discounted means
+        self._accepted = [
+            _FIRST_RATE**position for position in range(1, max_positions + 1)
+        ]  # and kept: discounted means
         self._round = 0
 
     def choose(self, *, num_rows: int, num_drafting: int, seconds: Callable[[float, int], float]) -> int:
-        """The number of positions with the most expected tokens per second; now and then all, to see what they bring.
+        """The number of positions with the most expected tokens per second; all of them from time to time, to update the estimates.
 
         Args:
             num_rows (`int`): Rows of the target forward.
@@ -147,7 +151,7 @@ class BlockLength:
             seconds (callable): Cost of the round, from its verified tokens and its positions.
         """
         self._round += 1
-        if self._round % _EXPLORE_SLOTS == 1:
+        if self._round % _EXPLORE_EVERY == 1:
             return len(self._accepted)
         tokens = expected = float(num_rows)
         best, chosen = 0.0, 1
@@ -161,8 +165,8 @@ class BlockLength:
     def record(self, *, num_draft_positions: int, accepted: int, verified: int) -> None:
         """Count what a block of `num_draft_positions` brought one row."""
         for position in range(num_draft_positions):
-            self._verified[position] += _SLOT_RATE * ((verified > position) - self._verified[position])
-            self._accepted[position] += _SLOT_RATE * ((accepted > position) - self._accepted[position])
+            self._verified[position] += _UPDATE_RATE * ((verified > position) - self._verified[position])
+            self._accepted[position] += _UPDATE_RATE * ((accepted > position) - self._accepted[position])
 
 
 __all__ = ["BlockLength", "DraftGate", "RequestEstimate"]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from .compat_renamed import renamed
+
 
 @dataclass(frozen=True)
 class RoundView:
@@ -25,13 +27,15 @@ class RoundView:
             Cost of a round in which the target verifies `B` tokens, anchors of all rows included; given to schedules
             with `needs_costs = True`.
         token_bucket (callable, *optional*):
-            A number of tokens that the target is ready for, at least `B`, never falling. By default `B` itself.
+            The next token count that the target runs efficiently, at least `B`, never falling. By default `B` itself.
     """
 
     confidence: list[list[float]]
     num_rows: int
     seconds: Callable[[int], float] | None = None
     token_bucket: Callable[[int], int] = int
+
+    round_up = renamed("round_up", "token_bucket")
 
     def survival(self) -> list[list[float]]:
         """`a[r][j]`, the chance that position `j` and all before it are accepted."""
@@ -121,7 +125,7 @@ class LaggedThroughputSchedule(Schedule):
     needs_costs = True
 
     def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=2)  # admitted positions a row, of the two rounds before this one
+        self._shares: deque[float] = deque(maxlen=2)  # admitted positions per row, of the two rounds before this one
         self._first = ThroughputSchedule()
 
     def lengths(self, view: RoundView) -> list[int]:
@@ -138,22 +142,22 @@ def checked_lengths(schedule: Any, view: RoundView) -> list[int]:
     """`schedule.lengths(view)`, checked.
 
     Raises:
-        ValueError: if the lengths of a user's schedule are not one integer a row within what was drafted.
+        ValueError: if the lengths of a user's schedule are not one integer per row within the number of drafts.
     """
-    most = [len(row) for row in view.confidence]
+    limits = [len(row) for row in view.confidence]
     returned = schedule.lengths(view)
     try:
         lengths = [int(length) for length in returned]
-        exact = len(lengths) == len(most) and all(
+        exact = len(lengths) == len(limits) and all(
             length == given and 0 <= length <= limit
-            for length, given, limit in zip(lengths, returned, most, strict=True)
+            for length, given, limit in zip(lengths, returned, limits, strict=True)
         )
     except (TypeError, ValueError, OverflowError, RuntimeError):  # not a list of numbers, or not finite ones
         exact = False
     if not exact:
         raise ValueError(
-            f"The schedule {schedule.name} returned the lengths {returned}; it must return one integer a row, "
-            f"between 0 and {most}."
+            f"The schedule {schedule.name} returned the lengths {returned}; it must return one integer per row, "
+            f"between 0 and {limits}."
         )
     return lengths
 

@@ -31,7 +31,7 @@ class DraftSettings:
     """Settings of one `generate` call.
 
     Attributes:
-        num_assistant_tokens (`int`): Most draft tokens a round, at most `block_size`.
+        num_assistant_tokens (`int`): Maximum draft tokens per round, up to `block_size`.
         schedule (`str` or `Schedule`): One of `SCHEDULES`, or an object with a method `lengths`.
         confidence_threshold (`float`): Threshold on calibrated confidence; used by `"confidence"` only.
     """
@@ -70,7 +70,7 @@ def resolve_settings(generation_config: GenerationConfig, config: DSparkConfig) 
 
 
 def fallback_settings(settings: DraftSettings, config: DSparkConfig) -> DraftSettings:
-    """The settings for a loop in which costs are not known: a static schedule in the place of one that needs them."""
+    """The settings for a loop in which costs are not known: a static schedule instead of one that needs them."""
     if not make_schedule(settings).needs_costs:
         return settings
     has_head = config.enable_confidence_head

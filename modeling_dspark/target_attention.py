@@ -22,7 +22,7 @@ from .target_packing import NotPackableError, PackedPlan, active_plan, causal_bi
 
 # Two copies of this code in one process must not share a name: each has its own plan.
 _NAME = f"dspark_packed:{__name__}"
-# Arguments that say nothing about what is attended to.
+# Arguments that do not affect the scores.
 _NEUTRAL_ARGUMENTS = {
     "cache",
     "cache_position",
@@ -61,7 +61,7 @@ def packed_attention(
     Honours sliding windows, soft-capped scores and attention sinks (`s_aux`).
 
     Raises:
-        NotPackableError: for an argument that would change what is attended to, and that is not one of these.
+        NotPackableError: for any other argument that affects the scores.
         RuntimeError: if the target is called plainly while another thread is in a packed forward of it.
     """
     plan = active_plan.get()
@@ -135,7 +135,7 @@ def attention_configs(target: PreTrainedModel) -> list[Any]:
 
 
 class _Options:
-    """How the scores of one layer are made."""
+    """Options of the scores of one layer."""
 
     def __init__(
         self, scaling: float | None, softcap: float | None, sinks: torch.Tensor | None, *, window: int | None

@@ -27,7 +27,7 @@ def hidden_state_indices(target_layer_ids: Sequence[int]) -> list[int]:
 
 
 def hidden_states_argument(target_layer_ids: Sequence[int]) -> bool | list[int]:
-    """What to pass as `output_hidden_states` so that the tapped states come out, and as few others as possible."""
+    """The value of `output_hidden_states` that returns the tapped states, and as few others as possible."""
     return hidden_state_indices(target_layer_ids) if selects_hidden_states() else True
 
 
@@ -43,7 +43,7 @@ def tapped_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Seq
 
 
 def input_device(target: PreTrainedModel) -> torch.device:
-    """Where the target takes its token ids (with a `device_map`, the device of its embedding)."""
+    """The device of the target's token ids (with a `device_map`, the device of its embedding)."""
     weight: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]  # of an embedding
     return weight.device
 
@@ -142,7 +142,7 @@ class TargetBinding:
         """The target's logits `[..., V]` of last hidden states `[..., D]` (after the final norm)."""
         weight = getattr(self.lm_head, "weight", hidden)
         logits = self.lm_head(hidden.to(device=weight.device, dtype=logits_dtype(self.lm_head, hidden.dtype)))
-        # Embedding rows beyond the vocabulary (padding for tensor cores) are no tokens.
+        # Embedding rows beyond the vocabulary (padding for tensor cores) do not stand for tokens.
         return self._finish(logits[..., : self.vocab_size]).to(hidden.device)
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class PackedTarget:
     Args:
         target ([`~transformers.PreTrainedModel`]): The target; nothing of it is changed between calls.
         target_layer_ids (`list[int]`): Layers whose states are the features.
-        max_length (`int`, *optional*): Longest row there can be, where it is known.
+        max_length (`int`, *optional*): Maximum length of a row, if known.
     """
 
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int], *, max_length: int | None = None):
@@ -88,7 +88,7 @@ class PackedTarget:
 
 
 def why_not_packable(target: PreTrainedModel) -> str | None:
-    """Why the packed loop cannot serve `target`, or `None`; found out once a target, by a small comparison.
+    """Why the packed loop cannot serve `target`, or `None`; determined once per target, by a small comparison.
 
     What the configuration says is checked first; then two short rows are run packed and plainly, and their logits are
     compared, which also finds out about attention that this code has never heard of.
@@ -97,7 +97,7 @@ def why_not_packable(target: PreTrainedModel) -> str | None:
         if target not in _reasons:
             try:
                 _reasons[target] = _from_config(target) or _from_probe(target)
-            except NotPackableError as refusal:  # may be of the moment, so it is found out anew next time
+            except NotPackableError as refusal:  # may be temporary, so the next call checks again
                 return str(refusal)
         return _reasons[target]
 

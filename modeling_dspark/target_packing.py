@@ -4,7 +4,7 @@ The target is called with `[1, N]` tokens and positions. Linear layers, norms, e
 tokens; only attention knows which row a token belongs to. Queries of one row and one key/value head are folded into
 one matrix (`G` query heads times `Q` tokens), so keys and values are read once and never repeated.
 
-Shapes: `N` packed tokens, `R` rows, `Q` most tokens of a row, `S` positions read, `H` key/value heads, `G` query heads
+Shapes: `N` packed tokens, `R` rows, `Q` maximum tokens of a row, `S` positions read, `H` key/value heads, `G` query heads
 a key/value head, `d` head size.
 """
 
@@ -60,15 +60,15 @@ class PackedPlan:
 
     def padding(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Indices between packed and padded layout: `[R, Q]` into `N` and `[N]` into `R * Q`; `None` where they agree."""
-        most = max(self.counts)
-        if min(self.counts) == most:
+        longest = max(self.counts)
+        if min(self.counts) == longest:
             return None
         key = ("padding", device)
         if key not in self._memory:
-            offset = torch.arange(most, device=device)
+            offset = torch.arange(longest, device=device)
             first = torch.tensor(self.offsets[:-1], device=device)[:, None]
             last = torch.tensor(self.counts, device=device)[:, None] - 1
-            to_packed = _ranges([row * most for row in range(len(self.counts))], self.counts, device)
+            to_packed = _ranges([row * longest for row in range(len(self.counts))], self.counts, device)
             self._memory[key] = (first + torch.minimum(offset, last), to_packed)
         return self._memory[key]
 
@@ -76,13 +76,13 @@ class PackedPlan:
         """Indices between heads of packed queries `[N * G * H]` and folded, padded ones `[R * H * G * Q]`, both ways."""
         key = ("folding", num_heads, groups, device)
         if key not in self._memory:
-            rows, most = len(self.counts), max(self.counts)
+            num_rows, longest = len(self.counts), max(self.counts)
             packed = torch.arange(self.offsets[-1], device=device)
             heads = torch.arange(num_heads * groups, device=device)
             padded = self.unpack(packed)  # [R, Q]
             to_folded = padded[:, None] * len(heads) + heads[:, None]  # [R, H * G, Q]
-            place = self.pack(torch.arange(rows * most, device=device).view(rows, most))[:, None]
-            to_packed = (place // most * len(heads) + heads) * most + place % most  # [N, H * G]
+            place = self.pack(torch.arange(num_rows * longest, device=device).view(num_rows, longest))[:, None]
+            to_packed = (place // longest * len(heads) + heads) * longest + place % longest  # [N, H * G]
             self._memory[key] = (to_folded.flatten(), to_packed.flatten())
         return self._memory[key]
 
@@ -114,7 +114,7 @@ class PackedCache(Cache):
     A rejected draft is not rolled back: the length of its row does not advance, and the next round writes over it.
 
     Args:
-        max_length (`int`, *optional*): Longest row there can be, where it is known.
+        max_length (`int`, *optional*): Maximum length of a row, if known.
     """
 
     is_compileable = False

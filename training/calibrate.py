@@ -1,7 +1,7 @@
 """Calibrate a drafter's confidence by sequential temperature scaling (STS).
 
-    python -m training.calibrate --drafter runs/my-drafter/drafter --prompts held_out.jsonl --output runs/calibration
-    python -m training.calibrate --drafter runs/my-drafter/drafter --prompts held_out.jsonl --output runs/calibration \\
+    dspark calibrate --drafter runs/my-drafter/drafter --prompts held_out.jsonl --output runs/calibration
+    dspark calibrate --drafter runs/my-drafter/drafter --prompts held_out.jsonl --output runs/calibration \\
         --temperature 0.8 --num-prompts 500 --dry-run
 
 Answers prompts that the drafter was not trained on, with every block verified at full length; fits temperatures on one

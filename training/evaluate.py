@@ -1,7 +1,7 @@
 """Measure a drafter on sets of prompts: acceptance, calibration, confidence thresholds, and speed.
 
-    python -m training.evaluate --drafter runs/my-drafter/drafter --prompts eval.jsonl
-    python -m training.evaluate --drafter runs/my-drafter/drafter --prompts eval.jsonl --output runs/evaluation \\
+    dspark evaluate --drafter runs/my-drafter/drafter --prompts eval.jsonl
+    dspark evaluate --drafter runs/my-drafter/drafter --prompts eval.jsonl --output runs/evaluation \\
         --limit 20 --temperature 0.8 --no-speed
 
 The prompts are answered in batches with every block verified at full length, whatever the drafter's schedule; then, one

@@ -1,9 +1,9 @@
 """Let the target answer prompts: the first step of training a drafter for it.
 
-    python -m training.regenerate --target smollm2-135m-instruct --prompts prompts.jsonl --output answers.jsonl
-    python -m training.regenerate --target Qwen/Qwen3-4B --prompts prompts.parquet --output runs/answers \\
+    dspark regenerate --target smollm2-135m-instruct --prompts prompts.jsonl --output answers.jsonl
+    dspark regenerate --target Qwen/Qwen3-4B --prompts prompts.parquet --output runs/answers \\
         --temperatures 0.0 0.7 1.0 --samples-per-prompt 2 --thinking off
-    python -m training.regenerate --target Qwen/Qwen3-4B --prompts my-org/prompts --output runs/answers \\
+    dspark regenerate --target Qwen/Qwen3-4B --prompts my-org/prompts --output runs/answers \\
         --server http://localhost:8000/v1 --concurrency 64
 
 A prompt is a record with `turns` (a list of user turns, all of which are answered) or `text`; its own `temperature`,

@@ -1,9 +1,9 @@
 """Train a DSpark drafter for a target.
 
-    python -m training.train --config training/configs/smollm2-135m.yaml
-    python -m training.train --config training/configs/smollm2-135m.yaml --learning-rate 3e-4 --max-steps 100
-    python -m training.train --config training/configs/smollm2-135m.yaml --resume-from-checkpoint true
-    python -m training.train --config training/configs/qwen3-8b.yaml --dry-run
+    dspark train --config training/configs/smollm2-135m.yaml
+    dspark train --config training/configs/smollm2-135m.yaml --learning-rate 3e-4 --max-steps 100
+    dspark train --config training/configs/smollm2-135m.yaml --resume-from-checkpoint true
+    dspark train --config training/configs/qwen3-8b.yaml --dry-run
 
 Every key of the YAML file is a flag and the other way round; flags win; unknown keys are refused. The trained drafter is
 saved in `output_dir/drafter`, a folder that `AutoModel.from_pretrained` loads.

@@ -67,8 +67,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, drafter_help: str = ""
     group.add_argument(
         "--drafter",
         default=DEFAULT_DRAFTER,
-        help="its DSpark drafter: a folder made by `python -m hub_upload package`, or a Hub id; its code is "
-        f"run{drafter_help}",
+        help=f"its DSpark drafter: a folder made by `dspark package`, or a Hub id; its code is run{drafter_help}",
     )
     group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="dtype of the weights of both models")
 

@@ -73,14 +73,14 @@ def check_drafter(name_or_path: str) -> None:
         if is_local:
             raise ValueError(
                 f"There is no drafter folder `{name_or_path}`. Run `make demo`, which makes the default one, or "
-                f"`python -m hub_upload package hub_upload/repos/dspark-smollm2-135m-instruct {DEFAULT_DRAFTER}`; "
+                f"`dspark package hub_upload/repos/dspark-smollm2-135m-instruct {DEFAULT_DRAFTER}`; "
                 "`--drafter` takes another folder or a Hub id."
             )
         return
     if not _has_remote_code(folder):
         raise ValueError(
             f"`{name_or_path}` is not a packaged drafter (a config.json with `auto_map`, and the remote code). Make one: "
-            f"`python -m hub_upload package {name_or_path} build/{folder.name}`."
+            f"`dspark package {name_or_path} build/{folder.name}`."
         )
 
 
@@ -114,7 +114,7 @@ def code_of(drafter: PreTrainedModel, name: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"`--drafter {drafter.name_or_path}` is packaged with code that has no `{name}.py`. Package it again: "
-            "`python -m hub_upload package FOLDER OUTPUT --overwrite`."
+            "`dspark package FOLDER OUTPUT --overwrite`."
         ) from error
 
 

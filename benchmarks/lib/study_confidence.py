@@ -1,6 +1,6 @@
 """The confidence of a study's DSpark drafter: calibrated on prompts without answers, measured on the evaluation prompts.
 
-Both steps are the project's commands, `training.calibrate` and `training.evaluate`, with their own resuming.
+Both steps are the project's commands, `dspark calibrate` and `dspark evaluate`, with their own resuming.
 """
 
 import json

@@ -28,7 +28,7 @@ def num_answers(prompts: str, answers: Sequence[str]) -> int:
     places = [(path, record.get("prompt") if isinstance(record, dict) else None) for path, record in records]
     for path, place in places:
         if not isinstance(place, int):
-            raise ValueError(f"`{path}` holds something other than answers of `training.regenerate`.")
+            raise ValueError(f"`{path}` holds something other than answers of `dspark regenerate`.")
         if not 0 <= place < num_prompts:
             raise ValueError(
                 f"`{path}` answers prompt {place}, but `{prompts}` has {num_prompts}: pass its own prompts."

@@ -30,7 +30,7 @@ class CardInputs:
     facts ([`Facts`]): What the author states.
     config, weights (`Source`): The drafter's config.json; hash and size of its weights.
     calibration (`Source`, *optional*): Its calibration.json, if there is one.
-    evaluations, latencies (`tuple[Source, ...]`): Reports of `training.evaluate` and of `benchmarks.latency`.
+    evaluations, latencies (`tuple[Source, ...]`): Reports of `dspark evaluate` and of `benchmarks.latency`.
     """
 
     facts: Facts
@@ -87,7 +87,7 @@ class _CheckedReports:
             if isinstance(source.data, dict) and mark in source.data:
                 read(path, source)
                 return
-        raise ValueError(f"`{path}` is not a report of `training.evaluate` or `benchmarks.latency`.")
+        raise ValueError(f"`{path}` is not a report of `dspark evaluate` or `benchmarks.latency`.")
 
     def _evaluation(self, path: Path, source: Source) -> None:
         try:
@@ -148,7 +148,7 @@ def _calibration(drafter: Path, config: Source) -> Source | None:
     if source.at("temperatures") != used:
         raise ValueError(
             f"`{path}` has temperatures {source.at('temperatures')}, and config.json uses {used}; take both from one run "
-            "of `python -m training.calibrate`."
+            "of `dspark calibrate`."
         )
     return source
 

@@ -19,7 +19,7 @@ from training.evaluation.outputs import plot_acceptance
 from training.evaluation.report import EvalReport
 
 
-MARK = "<!-- Made by `python -m hub_upload card`"
+MARKS = ("<!-- Made by `dspark card`", "<!-- Made by `python -m hub_upload card`")  # the second is of release 0.1
 _TEMPLATE = Path(__file__).parents[1] / "templates" / "model_card.md"
 
 
@@ -66,7 +66,7 @@ def write_card(
         ValueError: as `card_files` does, or if a card written by hand would be lost.
     """
     target = output or drafter / CARD
-    if target.is_file() and MARK not in target.read_text(encoding="utf-8") and not overwrite:
+    if target.is_file() and not overwrite and not any(mark in target.read_text(encoding="utf-8") for mark in MARKS):
         raise ValueError(
             f"`{target}` was not made by this command; pass `--overwrite` to replace it, or another `--output`."
         )
@@ -89,7 +89,7 @@ def check_card(drafter: Path, files: dict[str, bytes]) -> None:
         if path.is_file() and path.read_bytes() != content and path.suffix != ".png":  # matplotlib's versions differ
             raise ValueError(
                 f"`{path}` is not what {FACTS_FILE} and the reports make: it was edited, or a report is newer. Run "
-                f"`python -m hub_upload card {drafter}`."
+                f"`dspark card {drafter}`."
             )
 
 

@@ -76,7 +76,7 @@ def checked_files(folder: str | Path) -> list[PackageFile]:
     """The files of a package, once none of them is found to be private.
 
     Args:
-        folder (`str` or `Path`): Made by `python -m hub_upload package`.
+        folder (`str` or `Path`): Made by `dspark package`.
 
     Returns:
         `list[PackageFile]`: sorted by name.
@@ -86,14 +86,14 @@ def checked_files(folder: str | Path) -> list[PackageFile]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"`folder`: there is no folder `{root}`; `python -m hub_upload package` makes one.")
+        raise ValueError(f"`folder`: there is no folder `{root}`; `dspark package` makes one.")
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*")}
     paths = {name: path for name, path in found.items() if path.is_symlink() or not path.is_dir()}
     names = sorted(paths)
     if missing := [name for name in REQUIRED if name not in names]:
         raise ValueError(
             f"`folder`: `{root}` is not a package, since it has no {', '.join(missing)}; make one with "
-            f"`python -m hub_upload package {root} OUTPUT`."
+            f"`dspark package {root} OUTPUT`."
         )
     problems = [f"{name}: not a file of a package" for name in foreign_files(names)]
     real = [name for name in names if paths[name].is_file() and not paths[name].is_symlink()]

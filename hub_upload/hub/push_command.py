@@ -1,4 +1,4 @@
-"""Output of `python -m hub_upload push`, and its exit status: 0, 2 for errors that the user can correct, 130 for Ctrl-C."""
+"""Output of `dspark push`, and its exit status: 0, 2 for errors that the user can correct, 130 for Ctrl-C."""
 
 import re
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _print_pushed(pushed: Pushed, repo_id: str, tag: str | None) -> None:
     typer.echo("\nIn a program:\n")
     typer.echo(f'drafter = AutoModel.from_pretrained("{repo_id}"{revision}, trust_remote_code=True)')
     typer.echo("output = target.generate(**inputs, assistant_model=drafter)")
-    typer.echo(f"\nNext: python -m hub_upload verify {repo_id} --revision {pushed.commit} --target TARGET")
+    typer.echo(f"\nNext: dspark verify {repo_id} --revision {pushed.commit} --target TARGET")
 
 
 __all__ = ["run"]

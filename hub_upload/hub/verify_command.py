@@ -1,4 +1,4 @@
-"""Output of `python -m hub_upload verify`, and its exit status: 0 passed, 1 failed, 2 could not check, 130 for Ctrl-C."""
+"""Output of `dspark verify`, and its exit status: 0 passed, 1 failed, 2 could not check, 130 for Ctrl-C."""
 
 import typer
 

@@ -35,7 +35,7 @@ def checked_config(source: Path, target_name: str | None, *, with_card: bool = T
             raise ValueError(f"`{source}` has no `{name}`. A drafter folder needs config.json and {WEIGHTS}.")
     if with_card and not any((source / name).is_file() for name in (FACTS_FILE, CARD)):
         raise ValueError(
-            f"`{source}` has no card: write `{FACTS_FILE}`, from which `python -m hub_upload card` makes one, or a `{CARD}`; "
+            f"`{source}` has no card: write `{FACTS_FILE}`, from which `dspark card` makes one, or a `{CARD}`; "
             "`--no-card` makes a package to measure with."
         )
     config = read_config(source)
@@ -60,7 +60,7 @@ def _check_loadable(source: Path, config: dict[str, Any]) -> None:
     if checkpoint.config.confidence_temperatures != config.get("confidence_temperatures"):
         raise ValueError(
             f"`{source / 'config.json'}` has no `confidence_temperatures`, but {CALIBRATION} has; take both from one run "
-            "of `python -m training.calibrate`."
+            "of `dspark calibrate`."
         )
     for name, tensor in checkpoint.tensors.items():
         if not bool(tensor.read().isfinite().all()):

@@ -89,7 +89,7 @@ class TestGpu:
             assert torch.equal(block.tokens, expected.tokens)
             assert torch.equal(block.logits, expected.logits)
         assert [entry["error"] for entry in driver.log("cuLaunchCooperativeKernel")] == [0, 720]  # tried once
-        assert caplog.text.count("takes a launch a position") == 1
+        assert caplog.text.count("needs one launch per position") == 1
 
     def test_a_kernel_that_cannot_run_is_said_once_and_pytorch_goes_on(self, gpu, driver, caplog):
         heads, inputs = random_heads("vanilla", (40, 8, 2, 2, 8), torch.float32)

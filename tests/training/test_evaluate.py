@@ -402,8 +402,8 @@ class TestCommand:
         assert len(report.pooled.acceptance["acceptance_rate_by_position"]) == block_size
         assert report.pooled.calibration["after"] is None
         assert report.pooled.calibration["means"]["after"] is None
-        assert "training.calibrate" in report.notes[0]
-        assert "training.calibrate" in (tmp_path / "report.md").read_text()
+        assert "dspark calibrate" in report.notes[0]
+        assert "dspark calibrate" in (tmp_path / "report.md").read_text()
         assert (tmp_path / "reliability.png").stat().st_size > 5000
 
     def test_a_drafter_without_a_confidence_head(self, workspace, tmp_path):

@@ -1,4 +1,4 @@
-"""The arguments of `training.regenerate`, checked on construction."""
+"""The arguments of `dspark regenerate`, checked on construction."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from training.data.prompts import Thinking
 
 @dataclass
 class RegenerateArguments:
-    """Arguments of `python -m training.regenerate`."""
+    """Arguments of `dspark regenerate`."""
 
     prompts: str = field(
         metadata={

@@ -96,7 +96,7 @@ def dataset_card(records: list[dict], prompts: list[dict], settings: dict[str, A
             "of a conversation: `prompt` (index of the prompt in the source, from 0), `sample`, `turn`, the sampling "
             "parameters, `prompt_ids` (what the target saw) and `answer_ids` (what it wrote; it ends with the "
             "end-of-turn token if `finish_reason` is `stop`).\n",
-            f"## Provenance\n\nMade with `python -m training.regenerate` by {source}. Where a prompt had its "
+            f"## Provenance\n\nMade with `dspark regenerate` by {source}. Where a prompt had its "
             "own sampling parameters, they won; each line has the ones that were used.\n",
             _table(("setting", "value"), settings.items()),
             "\n## Counts\n",

@@ -22,7 +22,7 @@ class CommandParser(HfArgumentParser):
     def __init__(self, dataclasses: Any, *, command: str, description: str | None, **options: Any):
         super().__init__(
             dataclasses,
-            prog=f"python -m training.{command}",
+            prog=f"dspark {command.replace('_', '-')}",
             description=description,
             formatter_class=HelpFormatter,
             **options,
@@ -35,7 +35,7 @@ class CommandParser(HfArgumentParser):
 
 
 def parse_command_line(arguments: type, argv: Sequence[str] | None, *, command: str, description: str | None) -> Any:
-    """Arguments of `python -m training.<command>` as an instance of a dataclass; without `argv`, of this process."""
+    """Arguments of `dspark <command>` as an instance of a dataclass; without `argv`, of this process."""
     parser = CommandParser(arguments, command=command, description=description)
     return parser.parse_args_into_dataclasses(args=None if argv is None else list(argv))[0]
 

@@ -48,7 +48,7 @@ class HoldoutArguments(PairArguments):
 
 @dataclass(kw_only=True)
 class CalibrateArguments(HoldoutArguments):
-    """Arguments of `python -m training.calibrate`."""
+    """Arguments of `dspark calibrate`."""
 
     drafter: str = field(metadata={"help": "Local folder of the drafter; its config.json receives the temperatures."})
     output: str = field(metadata={"help": "Folder of the recorded rounds, the report and the figure."})

@@ -32,7 +32,7 @@ _FOLDS = 4
 
 @dataclass(kw_only=True)
 class RefitArguments(HoldoutArguments):
-    """Arguments of `python -m training.refit_confidence`."""
+    """Arguments of `dspark refit-confidence`."""
 
     output: str = field(metadata={"help": "New folder for the drafter with the refitted head (config, weights, log)."})
     dry_run: bool = field(default=False, metadata={"help": "Record, fit and measure, and write no drafter."})

@@ -1,6 +1,6 @@
 """Conversations as token ids: the target's view through its chat template, with the spans of its own answers.
 
-Reads what `training.regenerate` writes, and conversations given as `messages`. No features and no model here.
+Reads what `dspark regenerate` writes, and conversations given as `messages`. No features and no model here.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def load_conversations(
 
     Args:
         prompts_file (`str`): The prompts; read only for answers that do not hold their `prompt_ids`.
-        answer_files (`Sequence[str]`): Files of `training.regenerate`, or of conversations as `messages`.
+        answer_files (`Sequence[str]`): Files of `dspark regenerate`, or of conversations as `messages`.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of the target.
         max_length (`int`): Longest sequence, in tokens.
         min_response (`int`, *optional*, defaults to `2`): Shortest answer to train on.

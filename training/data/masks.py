@@ -54,7 +54,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
                 raise ValueError(
                     f"The chat template renders message {index} differently in a longer conversation, so the place of the "
                     "answer is unknown. Mark the answers in the template with `{% generation %}`, or let "
-                    "`training.regenerate` answer the prompts: its records hold what the target saw."
+                    "`dspark regenerate` answer the prompts: its records hold what the target saw."
                 )
             spans.append((len(before), len(through)))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

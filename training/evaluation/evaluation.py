@@ -35,7 +35,7 @@ Records = dict[int, dict[str, Any]]
 
 @dataclass(kw_only=True)
 class EvaluateArguments(PairArguments):
-    """Arguments of `python -m training.evaluate`."""
+    """Arguments of `dspark evaluate`."""
 
     output: str = field(default="runs/evaluation", metadata={"help": "Folder of the report, plots and records."})
     group_by: str | None = field(
@@ -227,7 +227,7 @@ def notes(evaluation: Evaluation, figures: dict[str, SetReport]) -> list[str]:
     elif evaluation.drafter.config.confidence_temperatures is None:
         lines.append(
             "The drafter's config has no `confidence_temperatures`, so confidence is unscaled and there are no figures "
-            "after scaling; `python -m training.calibrate` fits them."
+            "after scaling; `dspark calibrate` fits them."
         )
     if unknown := [name for name, s in figures.items() if s.calibration is None and evaluation.has_confidence]:
         lines.append(

@@ -50,7 +50,7 @@ class SetReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What `python -m training.evaluate` measured. Without `timing` and every `speed`, equal runs give equal reports.
+    """What `dspark evaluate` measured. Without `timing` and every `speed`, equal runs give equal reports.
 
     Attributes:
         drafter, target (`dict`): Names, fingerprints of the weights, and what describes them.
@@ -84,7 +84,7 @@ class EvalReport:
         """
         data = json.loads(text, object_pairs_hook=_with_new_names)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise ValueError(f"This is not a report of `training.evaluate` in format {FORMAT}.")
+            raise ValueError(f"This is not a report of `dspark evaluate` in format {FORMAT}.")
         _check_names(cls, data)
         sets = {name: _set_from(figures) for name, figures in data["sets"].items()}
         return cls(**data | {"sets": sets, "pooled": _set_from(data["pooled"]), "notes": tuple(data["notes"])})

@@ -10,7 +10,7 @@ from training.objective.losses import LossWeights, linear_between
 
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the choices of the method; see `python -m training.train --help`."""
+    """`TrainingArguments` with the choices of the method; see `dspark train --help`."""
 
     output_dir: str = field(default="runs/drafter", metadata={"help": "Checkpoints, logs and the final drafter."})
     num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence per epoch."})

@@ -1,4 +1,4 @@
-"""The command line of `python -m training.train`: the drafter and its data, from flags, a YAML file and defaults.
+"""The command line of `dspark train`: the drafter and its data, from flags, a YAML file and defaults.
 
 Transformers' own training arguments, and those of the method, are in `training.run.arguments`.
 """
@@ -102,7 +102,7 @@ class DataArguments:
     prompts: str = field(
         default="", metadata={"help": "The prompts, for answers that do not hold their `prompt_ids`."}
     )
-    answers: list[str] = field(default_factory=list, metadata={"help": "Files written by `training.regenerate`."})
+    answers: list[str] = field(default_factory=list, metadata={"help": "Files written by `dspark regenerate`."})
     max_length: int = field(default=512, metadata={"help": "Longer conversations are cut."})
     max_conversations: int | None = field(default=None, metadata={"help": "Use only the first N conversations."})
     num_eval_conversations: int = field(default=64, metadata={"help": "Held out from training, for evaluation."})

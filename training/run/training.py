@@ -55,7 +55,7 @@ def check_given(arguments: DrafterArguments, data: DataArguments | None, *, torc
             "are unrolled into one graph, which did not compile within ten minutes. Leave it out."
         )
     if data is not None and not data.answers:
-        raise ValueError("`answers` is required: one or more files of `python -m training.regenerate`.")
+        raise ValueError("`answers` is required: one or more files of `dspark regenerate`.")
     if arguments.drafter is not None and is_missing_folder(arguments.drafter):
         raise ValueError(f"`drafter`: there is no folder `{arguments.drafter}`.")
     if arguments.drafter is None and arguments.mask_token_id is None:
