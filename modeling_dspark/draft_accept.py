@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .compat_renamed import renamed_in
+
 
 _BLOCK = 256  # columns
 
@@ -127,5 +129,7 @@ def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     verified = torch.arange(accepted.shape[1], device=accepted.device) < lengths[:, None]
     return (accepted & verified).int().cumprod(dim=1).sum(dim=1)
 
+
+__getattr__ = renamed_in(__name__, {"Verdict": "Acceptance"})
 
 __all__ = ["Acceptance", "accept_greedy", "accept_sampled", "draw"]

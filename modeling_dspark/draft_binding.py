@@ -1,20 +1,19 @@
-"""A drafter bound to a target: what it borrows, and how its heads run. Both are decided here, once per call.
+"""A drafter bound to a target: what it borrows, and how its heads run. Both are decided once per call.
 
 Shapes: `V` vocabulary, `Vd` draft vocabulary.
 """
 
 import os
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
+from .fused_backends import backend_names
 from .fused_head import head_weights, why_not_fused
 from .model_protocol import Drafter
 from .target_binding import TargetBinding, logits_dtype
 
-
-logger = logging.get_logger(__name__)
 
 _VARIABLE = "DSPARK_FUSED_HEAD"
 
@@ -30,9 +29,7 @@ class DraftBinding(TargetBinding):
             environment variable `DSPARK_FUSED_HEAD`, else `"auto"`.
 
     Attributes:
-        heads (`dict`, *optional*): Weights for the fused operation; `None` where the heads run position by position.
         backend (`str`): What the operation runs on.
-        reason (`str`, *optional*): Why the heads are not fused.
 
     Raises:
         ValueError: if the target does not fit the drafter, or `fused_head` is none of the choices.
@@ -41,17 +38,22 @@ class DraftBinding(TargetBinding):
     def __init__(self, drafter: Drafter, target: PreTrainedModel, *, fused_head: str | None = None):
         super().__init__(target, drafter.config, drafter.draft_token_ids)
         self.drafter, self.backend = drafter, head_choice(fused_head)
-        self.reason = why_heads_are_not_fused(drafter, target, self.backend)
-        self.heads: dict[str, Any] | None = None if self.reason else head_weights(drafter)
+        backend_names(drafter.device, self.backend)  # refuses a wrong choice now; a build can wait for the first draft
+
+    @cached_property
+    def reason(self) -> str | None:
+        """Why the heads are not fused, or `None`."""
+        return why_heads_are_not_fused(self.drafter, self.target, self.backend)
+
+    @cached_property
+    def heads(self) -> dict[str, Any] | None:
+        """Weights for the fused operation; `None` where the heads run position by position."""
+        return None if self.reason else head_weights(self.drafter)
 
 
 def why_heads_are_not_fused(drafter: Drafter, target: PreTrainedModel, choice: str) -> str | None:
-    """The reason for a pair, or `None`; dtypes that differ are worth a warning, since loading otherwise mends them."""
-    dtype = logits_dtype(target.get_output_embeddings(), drafter.dtype)
-    reason = why_not_fused(drafter, dtype, choice=choice)
-    if reason is not None and reason.startswith("it needs"):
-        logger.warning_once(f"The fused sequential head is not used, and drafting is a little slower: {reason}.")
-    return reason
+    """The reason for a pair, or `None`."""
+    return why_not_fused(drafter, logits_dtype(target.get_output_embeddings(), drafter.dtype), choice=choice)
 
 
 def head_choice(fused_head: str | None) -> str:

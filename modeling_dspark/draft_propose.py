@@ -61,7 +61,7 @@ def propose(
     num_tokens: int | None = None,
     sampling: DraftSampling = DraftSampling(),  # noqa: B008 - frozen
 ) -> Proposal:
-    """Draft up to `num_tokens` tokens for each row (design section 2, steps 2 to 4).
+    """Draft up to `num_tokens` tokens for each row (docs/data-path.md, "One round").
 
     Args:
         binding ([`DraftBinding`]): Drafter and target.

@@ -32,16 +32,20 @@ class DraftSampling:
             Whether the processor ignores which token a logit belongs to; it then gets those of a reduced draft vocabulary as
             they are, `[R, Vd]`.
         temperature (`float`, *optional*):
-            What the processor divides the logits by, if it does nothing else: the heads can then be one operation. `None`
-            where it does something else.
+            What the processor divides the logits by, if it does nothing else: the heads can then be one operation.
         generator (`torch.Generator`, *optional*): Source of randomness of the draws.
     """
 
     do_sample: bool = False
     processor: LogitsProcessor | None = None
     is_vocabulary_invariant: bool = False
-    temperature: float | None = 1.0
+    temperature: float | None = None
     generator: torch.Generator | None = None
+
+    @property
+    def level(self) -> float | None:
+        """Temperature of the draws; `None` if the processor does more than divide by one."""
+        return 1.0 if self.processor is None else self.temperature
 
 
 class DraftBlock(NamedTuple):
@@ -62,7 +66,7 @@ class DraftBlock(NamedTuple):
 
 def choose_tokens(binding: DraftBinding, block: DraftBlock, sampling: DraftSampling) -> BlockTokens:
     """Draft tokens of a block: in one operation if the heads are fused and only a temperature is applied."""
-    fused = binding.heads is not None and sampling.temperature is not None and block.state is None
+    fused = sampling.level is not None and block.state is None and binding.heads is not None
     return _at_once(binding, block, sampling) if fused else _position_by_position(binding.drafter, block, sampling)
 
 
@@ -71,7 +75,7 @@ def _at_once(binding: DraftBinding, block: DraftBlock, sampling: DraftSampling) 
     inputs = (binding.heads, block.base_logits, block.hidden_states, block.anchors)
     if not sampling.do_sample:
         return fused_block(*inputs, backend=binding.backend)  # type: ignore[arg-type]  # they are fused
-    temperature: float = sampling.temperature  # type: ignore[assignment]  # checked by the caller
+    temperature: float = sampling.level  # type: ignore[assignment]  # checked by the caller
     chosen = fused_block(
         *inputs,  # type: ignore[arg-type]
         temperature=temperature,

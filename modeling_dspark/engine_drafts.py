@@ -17,12 +17,11 @@ from .draft_tokens import DraftSampling, LogitsProcessor
 from .engine_observer import EngineObserver
 from .engine_processors import RowProcessors
 from .engine_request import Request
-from .engine_round import ScheduledDrafts
+from .engine_round import ScheduledDrafts, schedule_lengths
 from .engine_rows import RowTable
 from .model_cache import DSparkCache
 from .schedule_costs import CostProfile
 from .schedule_gate import BlockLength, DraftGate
-from .schedule_policies import RoundView, checked_lengths
 from .schedule_settings import DraftSettings, make_schedule
 from .target_binding import token_buckets
 
@@ -86,6 +85,10 @@ class BlockDrafter:
         """Whether anything is ever drafted."""
         return self.settings.num_assistant_tokens > 0
 
+    def add(self, request: Request) -> None:
+        """Give a request a row."""
+        self.rows.add(request)
+
     def remove(self, request: Request) -> None:
         """Forget a request."""
         self.rows.remove(request)
@@ -116,13 +119,14 @@ class BlockDrafter:
         num_positions = self._num_draft_positions(len(active), len(drafting), seconds)
         limits = [min(caps[request.index], num_positions) for request in drafting]
         proposal = self._propose(drafting, max(limits))
-        view = RoundView(
-            self._confidence(proposal, limits),
-            len(active),
-            None if seconds is None else lambda tokens: seconds(tokens, len(drafting), num_positions),
-            self._token_bucket,
+        lengths = schedule_lengths(
+            self.schedule,
+            proposal,
+            limits,
+            num_rows=len(active),
+            seconds=None if seconds is None else lambda tokens: seconds(tokens, len(drafting), num_positions),
+            token_bucket=self._token_bucket,
         )
-        lengths = checked_lengths(self.schedule, view)
         rows = [target_rows.row_of(request) for request in drafting]
         counts = [1] * len(active)
         for row, length in zip(rows, lengths, strict=True):
@@ -204,13 +208,6 @@ class BlockDrafter:
             )
 
         return process
-
-    def _confidence(self, proposal: Proposal, limits: list[int]) -> list[list[float]]:
-        """Confidences of the positions that may be verified; syncs where a schedule reads them."""
-        if not self.schedule.needs_confidence:
-            return [[1.0] * limit for limit in limits]
-        values = proposal.confidence.tolist()  # type: ignore[union-attr]  # the settings refuse it without a head
-        return [row[:limit] for row, limit in zip(values, limits, strict=True)]
 
 
 __all__ = ["BlockDrafter"]

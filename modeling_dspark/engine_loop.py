@@ -187,7 +187,7 @@ class Engine:
         statistics = RunStatistics(self._block_size)
         request = Request(self._num_added, prefix.to(device), prompt.to(device), bound, statistics)
         self._num_added += 1
-        self.processors.num_pads.append(len(prefix) - len(prompt) if num_pads is None else num_pads)
+        self.processors.num_pads[request.index] = len(prefix) - len(prompt) if num_pads is None else num_pads
         self._waiting.append(request)
         return request
 
@@ -198,7 +198,14 @@ class Engine:
             num_rows (`int`): Requests. Those that are there already start over.
             context (`int`): Tokens that both caches hold for each of them.
             num_draft_positions (`int`, *optional*): Positions to draft per round from now on.
+
+        Raises:
+            ValueError: if requests wait for their prefill, or for a context shorter than two tokens.
         """
+        if self._waiting or context < 2:
+            raise ValueError(
+                f"`fill` needs an engine without waiting requests and `context` of at least 2, got {context}."
+            )
         drafting = self.drafting
         if num_draft_positions is not None:
             drafting.settings = replace(drafting.settings, num_assistant_tokens=num_draft_positions)
@@ -214,6 +221,7 @@ class Engine:
         for request in self.rows.requests:
             request.truncate(len(request.prefix))
             request.pending = [torch.zeros(2, size, device=self.packed.device, dtype=self.packed.target.dtype)]
+        self._is_settled = True
 
     @torch.no_grad()
     def step(self) -> list[Request]:
@@ -229,7 +237,7 @@ class Engine:
             )
         finished = self._prefill_waiting() if self._waiting else []
         if self.rows.requests:
-            self.observer.begun(self.rows.requests)
+            self.observer.begun(list(self.rows.requests))
             lengths = self.packed.cache.rows.lengths
             drafts = self.drafting.draft(self.rows, context=len(lengths) * max(lengths))
             self.observer.drafted(drafts)
@@ -325,12 +333,13 @@ class Engine:
     def _add(self, requests: list[Request]) -> None:
         for request in requests:
             self.rows.add(request)
-            self.drafting.rows.add(request)
+            self.drafting.add(request)
 
     def _remove(self, requests: list[Request]) -> None:
         for request in requests:
             self.rows.remove(request)
             self.drafting.remove(request)
+            del self.processors.num_pads[request.index]
 
 
 def _prefixes(active: list[Request], drafts: ScheduledDrafts) -> Callable[[], list[torch.Tensor]]:

@@ -47,17 +47,17 @@ class _Task(NamedTuple):
         return self.rows + (self.length if self.kind == "ragged" else self.rows * self.length)
 
 
-def measure(drafter: Drafter, target: PreTrainedModel, key: dict[str, Any]) -> CostProfile:
+def measure(
+    drafter: Drafter, target: PreTrainedModel, key: dict[str, Any], *, fused_head: str | None = None
+) -> CostProfile:
     """Measure a [`CostProfile`] for `key`; shows a progress bar.
 
     Raises:
         ValueError: if the target cannot be packed, or does not fit the drafter.
     """
     benches = {
-        "greedy": _Bench(drafter, target, do_sample=False),
-        "sampled": _Bench(drafter, target, do_sample=True),
-        "long": _Bench(drafter, target, do_sample=False),
-        "ragged": _Bench(drafter, target, do_sample=False),
+        kind: _Bench(drafter, target, do_sample=kind == "sampled", fused_head=fused_head)
+        for kind in ("greedy", "sampled", "long", "ragged")
     }
     tasks = _tasks(drafter.config.block_size, *_contexts(target, drafter.config.block_size))
     fastest: dict[_Task, tuple[float, ...]] = {}
@@ -209,12 +209,14 @@ class _Stopwatch(EngineObserver):
 class _Bench:
     """An engine of requests that hold no meaningful text: what a stage costs does not depend on the values."""
 
-    def __init__(self, drafter: Drafter, target: PreTrainedModel, *, do_sample: bool):
+    def __init__(self, drafter: Drafter, target: PreTrainedModel, *, do_sample: bool, fused_head: str | None):
         self._schedule = _Given()
         self._schedule.needs_confidence = drafter.config.enable_confidence_head
         self._watch = _Stopwatch(input_device(target))
         settings = DraftSettings(drafter.config.block_size, self._schedule, 0.0)
-        self._engine = Engine(drafter, target, settings=settings, do_sample=do_sample, observer=self._watch)
+        self._engine = Engine(
+            drafter, target, settings=settings, do_sample=do_sample, fused_head=fused_head, observer=self._watch
+        )
 
     def run(self, task: _Task) -> tuple[float, float, float]:
         """Seconds of drafting, of the target's forward, and of the rest of one round."""

@@ -59,7 +59,7 @@ class RowProcessors:
     def __init__(self, processors: LogitsProcessorList | None, batch_size: int):
         self._processors = list(processors or ())
         self.batch_size = batch_size
-        self.num_pads: list[int] = []  # of each row, on the left of its prefix
+        self.num_pads: dict[int, int] = {}  # padding on the left of the prefix, by row of the batch
 
     @property
     def known(self) -> LogitsProcessorList:

@@ -27,11 +27,13 @@ from .target_binding import input_device
 logger = logging.get_logger(__name__)
 
 _TRIAL_ROWS = 4
-_LOOP_VERSION = 4  # raised when a round of this code costs something else
+_LOOP_VERSION = 5  # raised when a round of this code costs something else
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
-def profile(drafter: Drafter, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
+def profile(
+    drafter: Drafter, target: PreTrainedModel, *, refresh: bool = False, fused_head: str | None = None
+) -> CostProfile:
     """The costs of `drafter` and `target` on this machine, from memory, from the user's cache folder, or measured.
 
     The folder is `$DSPARK_CACHE/costs`, by default `~/.cache/dspark/costs`. A file that is damaged, or was made for
@@ -40,21 +42,26 @@ def profile(drafter: Drafter, target: PreTrainedModel, *, refresh: bool = False)
     Raises:
         ValueError: if the target cannot be packed, or does not fit the drafter.
     """
-    key = profile_key(drafter, target)
+    key = profile_key(drafter, target, fused_head)
     digest = _name_of(key)
     known = _known.setdefault(target, {})
     if digest not in known or refresh:
         costs = None if refresh else _stored(digest, key)
         if costs is None:
             with torch.random.fork_rng(_accelerators(target)):  # a measurement draws tokens; the caller's seed stays
-                costs = measure(drafter, target, key)
+                costs = measure(drafter, target, key, fused_head=fused_head)
             _store(costs, digest)
         known[digest] = costs
     return known[digest]
 
 
 def profile_of_call(
-    drafter: Drafter, target: PreTrainedModel, processors: RowProcessors, prompt: torch.Tensor
+    drafter: Drafter,
+    target: PreTrainedModel,
+    processors: RowProcessors,
+    prompt: torch.Tensor,
+    *,
+    fused_head: str | None = None,
 ) -> CostProfile:
     """The costs of a call with logits processors, which are measured once per set of processors and stored with the rest.
 
@@ -65,15 +72,16 @@ def profile_of_call(
         target ([`~transformers.PreTrainedModel`]): The target.
         processors ([`RowProcessors`]): Of the call.
         prompt (`torch.LongTensor` of shape `(n,)`): Tokens to try them on.
+        fused_head (`str`, *optional*): What the heads run on; see [`DraftBinding`].
     """
-    costs = profile(drafter, target)
+    costs = profile(drafter, target, fused_head=fused_head)
     name = " ".join(type(processor).__name__ for processor in processors.known)
     if not name:
         return costs
     if name not in costs.processing:
         seconds = processing_seconds(processors, prompt, drafter.config.vocab_size)
         costs = replace(costs, processing=costs.processing | {name: seconds})
-        digest = _name_of(profile_key(drafter, target))
+        digest = _name_of(profile_key(drafter, target, fused_head))
         _known[target][digest] = costs
         _store(costs, digest)
     return replace(costs, seconds_per_logits=costs.processing[name])
@@ -82,7 +90,7 @@ def profile_of_call(
 def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_size: int) -> float:
     """Measure what Transformers' own among the processors cost for one row of logits."""
     trial = RowProcessors(processors.known, processors.batch_size)
-    trial.num_pads = [0]
+    trial.num_pads = {0: 0}
     logits = torch.linspace(-1.0, 1.0, vocab_size, device=prompt.device).repeat(_TRIAL_ROWS, 1)
     fastest = float("inf")
     for _ in range(2):
@@ -99,7 +107,7 @@ def costs_folder() -> Path:
     return cache_folder() / "costs"
 
 
-def profile_key(drafter: Drafter, target: PreTrainedModel) -> dict[str, Any]:
+def profile_key(drafter: Drafter, target: PreTrainedModel, fused_head: str | None = None) -> dict[str, Any]:
     """Everything that a measurement depends on."""
     device = input_device(target)
     accelerator = device.type == "cuda"
@@ -112,7 +120,7 @@ def profile_key(drafter: Drafter, target: PreTrainedModel) -> dict[str, Any]:
         "target": _digest(target.config),
         "drafter": _digest(drafter.config),
         "loop": _LOOP_VERSION,
-        "fused_head": why_heads_are_not_fused(drafter, target, head_choice(None)) is None,
+        "fused_head": why_heads_are_not_fused(drafter, target, head_choice(fused_head)) is None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

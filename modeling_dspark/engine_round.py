@@ -1,14 +1,17 @@
-"""The drafts of one round, before the target has seen them.
+"""The drafts of one round before the target has seen them, and how many of them it will see.
 
 Shapes: `R` rows of the target, `Q` maximum tokens of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .draft_propose import Proposal
 from .engine_request import Request
+from .schedule_policies import RoundView, checked_lengths
 
 
 @dataclass(frozen=True)
@@ -34,4 +37,33 @@ class ScheduledDrafts:
     tokens: torch.Tensor
 
 
-__all__ = ["ScheduledDrafts"]
+def schedule_lengths(
+    schedule: Any,
+    proposal: Proposal,
+    limits: list[int],
+    *,
+    num_rows: int,
+    seconds: Callable[[int], float] | None = None,
+    token_bucket: Callable[[int], int] = int,
+) -> list[int]:
+    """Draft tokens to verify in each row of a proposal; syncs if the schedule reads confidences.
+
+    Args:
+        schedule ([`Schedule`]): Decides.
+        proposal ([`Proposal`]): The drafts.
+        limits (`list[int]`): Maximum for each row.
+        num_rows (`int`): Rows of the target forward.
+        seconds (callable, *optional*): Cost of the round, from its verified tokens.
+        token_bucket (callable, *optional*): The next token count that the target runs efficiently.
+
+    Raises:
+        ValueError: if the lengths of a user's schedule are invalid.
+    """
+    confidence = [[1.0] * limit for limit in limits]
+    if schedule.needs_confidence:
+        values = proposal.confidence.tolist()  # type: ignore[union-attr]  # the settings refuse it without a head
+        confidence = [row[:limit] for row, limit in zip(values, limits, strict=True)]
+    return checked_lengths(schedule, RoundView(confidence, num_rows, seconds, token_bucket))
+
+
+__all__ = ["ScheduledDrafts", "schedule_lengths"]

@@ -1,4 +1,4 @@
-"""Which request is in which row of a ragged cache: the one owner of row numbers."""
+"""Which request is in which row of a ragged cache: one table per cache owns the row numbers."""
 
 from .engine_request import Request
 from .model_cache import RaggedCache

@@ -62,6 +62,10 @@ class StopConditions:
             ]
         return ends
 
+    def ask(self, criterion: Any, texts: torch.Tensor, scores: Any) -> Any:
+        """The answer of a criterion about texts `[B, n]`."""
+        return criterion(texts, scores)
+
     def _by_token(self, before: int, new: list[int]) -> int | None:
         for length, token in enumerate(new, before + 1):
             if token in self.eos_token_ids or (self.max_length is not None and length >= self.max_length):
@@ -76,7 +80,7 @@ class StopConditions:
         for length in range(len(tokens) - len(new) + 1, (end or len(tokens)) + 1):
             known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
             given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
-            answer = torch.as_tensor(criterion(tokens[:length].repeat(self._batch_size, 1), given))
+            answer = torch.as_tensor(self.ask(criterion, tokens[:length].repeat(self._batch_size, 1), given))
             if bool(answer if answer.numel() == 1 else answer[row % self._batch_size]):
                 return length
         return None

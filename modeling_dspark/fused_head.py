@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from .fused_backends import backend_for, backend_names, give_up, serves
 from .fused_build import BuildError
@@ -24,7 +25,9 @@ from .fused_torch import HeadInputs, Outputs, empty_outputs, head_in_torch
 from .model_protocol import Drafter
 
 
-_LEAST_TEMPERATURE = 1e-30
+logger = logging.get_logger(__name__)
+
+_MIN_TEMPERATURE = 1e-30
 _MIXER_ROWS = {"vanilla": 0, "gated": 1, "rnn": 3}  # of the linear layer that makes a latent, in ranks
 
 
@@ -73,10 +76,12 @@ def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = 
     ]
     dtypes, devices = {logits_dtype, *(item.dtype for item in weights)}, {device, *(item.device for item in weights)}
     if not serves(*weights) or len(dtypes | devices) > 2 or torch.is_autocast_enabled(device.type):
-        return (
+        reason = (
             f"it needs the target's logits ({logits_dtype}) and the drafter's weights ({head.markov_w2.weight.dtype}) on one "
             "device and in one dtype, which is fp32, bf16 or fp16; load both models with the same `dtype=`, and leave out autocast"
         )
+        logger.warning_once(f"The fused sequential head is not used, and drafting is a little slower: {reason}.")
+        return reason
     if backend_for(device, logits_dtype, head.markov_w2.weight.shape[1], choice=choice) is None:
         return "no backend could be made; a warning above names the reason"
     return None
@@ -125,7 +130,7 @@ def fused_block(
     keep_logits: bool = False,
     backend: str = "auto",
 ) -> BlockTokens:
-    """Choose or draw the tokens of a block, position after position (design section 2, steps 3 and 4).
+    """Choose or draw the tokens of a block, position after position (docs/data-path.md, "One round").
 
     Args:
         heads (`dict`): Weights and kind, as `head_weights` gives them.
@@ -178,7 +183,7 @@ def _run(
     _check_shapes(inputs)
     tensors = (base_logits, hidden, w1, w2, mixer_weight, mixer_bias, confidence_weight, confidence_bias)
     # Kernels have the temperature's inverse in fp32.
-    is_usual = temperature == 0 or _LEAST_TEMPERATURE <= temperature <= 1 / _LEAST_TEMPERATURE
+    is_usual = temperature == 0 or _MIN_TEMPERATURE <= temperature <= 1 / _MIN_TEMPERATURE
     kernel = backend_for(w2.device, w2.dtype, w2.shape[1], choice=backend) if is_usual and serves(*tensors) else None
     if kernel is not None:
         try:

@@ -17,11 +17,11 @@ from .draft_propose import propose
 from .draft_tokens import DraftSampling, LogitsProcessor
 from .engine_counts import RunStatistics
 from .engine_processors import RowProcessors
+from .engine_round import schedule_lengths
 from .engine_stopping import StopConditions
 from .generate_call import AssistedCall
 from .model_cache import DSparkCache
 from .model_protocol import Drafter
-from .schedule_policies import RoundView, checked_lengths
 from .schedule_settings import fallback_settings, make_schedule, resolve_settings
 from .target_binding import hidden_states_argument, tapped_features
 
@@ -49,7 +49,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.requests = [self.statistics]
         self.ends_with_draft = False
         self._is_prefill = True
-        self._conditions = StopConditions(call.stopping_criteria, batch_size=1)
+        self._conditions = _DraftConditions(call.stopping_criteria, batch_size=1)
         self._max_length = min(config.max_length, self._conditions.max_length or config.max_length)
         self._logits_processor = call.logits_processor or None
         self._sampling = DraftSampling(
@@ -90,11 +90,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             num_tokens=cap,
             sampling=replace(self._sampling, processor=self._processor(input_ids)),
         )
-        confidence = [[1.0] * cap]
-        if self.schedule.needs_confidence:
-            # The settings refuse such a schedule without a confidence head.
-            confidence = proposal.confidence.tolist()  # type: ignore[union-attr]
-        length = checked_lengths(self.schedule, RoundView(confidence, num_rows=1))[0]
+        length = schedule_lengths(self.schedule, proposal, [cap], num_rows=1)[0]
         drafts = proposal.tokens[:, :length].to(input_ids.device)
         length = self._cut_at_stop(input_ids, drafts)
         self._counts = (cap, length)
@@ -153,10 +149,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         candidate = torch.cat([input_ids, drafts], dim=1)[0]
         try:
             end = self._conditions.cut([(candidate, drafts[0].tolist())], rows=[0], scores=[None])[0]
-        except (TypeError, IndexError, AttributeError):
+        except _NeedsScoresError as error:
             logger.warning_once(
-                "A stopping criterion cannot be asked about draft tokens without their scores, so this call decodes without "
-                "drafts."
+                f"The stopping criterion {error} cannot be asked about draft tokens without their scores, so this call decodes "
+                "without drafts."
             )
             self.settings = replace(self.settings, num_assistant_tokens=0)
             return 0
@@ -164,6 +160,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return drafts.shape[1]
         self.ends_with_draft = self._sampling.do_sample
         return end - input_ids.shape[1] - (not self._sampling.do_sample)
+
+
+class _NeedsScoresError(Exception):
+    """A criterion failed without scores; names it."""
+
+
+class _DraftConditions(StopConditions):
+    """Stopping criteria asked about drafts, which have no scores yet."""
+
+    def ask(self, criterion: Any, texts: torch.Tensor, scores: Any) -> Any:
+        try:
+            return super().ask(criterion, texts, scores)
+        except (TypeError, IndexError, AttributeError) as error:
+            raise _NeedsScoresError(type(criterion).__name__) from error
 
 
 def _joined(input_ids: torch.Tensor, drafts: torch.Tensor) -> Any:

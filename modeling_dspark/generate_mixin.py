@@ -57,7 +57,13 @@ class AssistantMixin:
         num_tokens: int | None = None,
         sampling: DraftSampling = DraftSampling(),  # noqa: B008 - frozen
     ) -> Proposal:
-        """Draft one block for every row of `features`; arguments and result as in `draft_propose.propose`."""
+        """Draft one block for every row of `features`; arguments and result as in `draft_propose.propose`.
+
+        Raises:
+            ValueError: if `binding` is not of this drafter.
+        """
+        if getattr(binding, "drafter", None) is not self:
+            raise ValueError("`binding` belongs to another drafter; pass `drafter.bind(target)`.")
         return propose(
             binding,
             features,
@@ -68,12 +74,13 @@ class AssistantMixin:
             sampling=sampling,
         )
 
-    def profile(self, target: PreTrainedModel, *, refresh: bool = False) -> CostProfile:
+    def profile(self, target: PreTrainedModel, *, refresh: bool = False, fused_head: str | None = None) -> CostProfile:
         """What rounds cost on this machine with `target`: measured once (seconds, with a progress bar), then cached.
 
         Args:
             target ([`~transformers.PreTrainedModel`]): The target.
             refresh (`bool`, *optional*, defaults to `False`): Measure again.
+            fused_head (`str`, *optional*): What the heads run on; see [`DraftBinding`].
 
         Returns:
             [`CostProfile`]: with `save` and `load` for JSON.
@@ -81,7 +88,7 @@ class AssistantMixin:
         Raises:
             ValueError: if the target cannot be packed, or does not fit the drafter.
         """
-        return profile(cast(Drafter, self), target, refresh=refresh)
+        return profile(cast(Drafter, self), target, refresh=refresh, fused_head=fused_head)
 
     def decode(
         self,

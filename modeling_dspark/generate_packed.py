@@ -54,9 +54,8 @@ def decode(
     wants = config.return_dict_in_generate
     costs = None
     if make_schedule(settings).needs_costs:
-        costs = profile_of_call(
-            drafter, call.target, RowProcessors(call.logits_processor, num_rows), call.input_ids[0]
-        )
+        processors = RowProcessors(call.logits_processor, num_rows)
+        costs = profile_of_call(drafter, call.target, processors, call.input_ids[0], fused_head=fused_head)
     engine = Engine(
         drafter,
         call.target,

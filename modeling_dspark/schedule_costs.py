@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .compat_renamed import renamed
+
 
 _FORMAT = "dspark-cost-profile"
 _VERSION = 1
@@ -106,6 +108,9 @@ class CostProfile:
     key: dict[str, Any] = field(default_factory=dict)
     processing: dict[str, float] = field(default_factory=dict)
     seconds_per_logits: float = 0.0
+
+    slot = renamed("slot", "position")
+    slot_sampled = renamed("slot_sampled", "position_sampled")
 
     @property
     def is_flat(self) -> bool:

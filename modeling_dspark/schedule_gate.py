@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 _PRIOR_GAIN = 0.6  # accepted drafts per round credited to an unknown drafter,
-_PRIOR_BUDGET = 1.0  # drafts verified per round for that,
+_PRIOR_VERIFIED = 1.0  # drafts verified per round for that,
 _PRIOR_WEIGHT = 1.0  # and the number of such rounds: few, so that useless drafts show after two or three
 _POOL_WEIGHT = 12.0  # weight, in rounds, of the gains of all other requests: a few misses are chance
 _FORGETTING = 0.97  # weight of a round relative to the next one: slow enough that chance seldom stops a fair request
@@ -33,18 +33,18 @@ class _Mean:
     forgetting: float
     weight: float = 0.0
     gain: float = 0.0
-    budget: float = 0.0
+    verified: float = 0.0
 
-    def add(self, gain: int, budget: int) -> None:
+    def add(self, gain: int, verified: int) -> None:
         self.weight = self.forgetting * self.weight + 1
         self.gain += (gain - self.gain) / self.weight
-        self.budget += (budget - self.budget) / self.weight
+        self.verified += (verified - self.verified) / self.weight
 
-    def with_prior(self, gain: float, budget: float, weight: float) -> tuple[float, float]:
+    def with_prior(self, gain: float, verified: float, weight: float) -> tuple[float, float]:
         total = self.weight + weight
         return (
             (self.gain * self.weight + gain * weight) / total,
-            (self.budget * self.weight + budget * weight) / total,
+            (self.verified * self.weight + verified * weight) / total,
         )
 
 
@@ -80,7 +80,7 @@ class DraftGate:
             seconds (callable): Cost of a round, from its verified tokens and its number of drafting rows.
         """
         self._round += 1
-        prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_BUDGET, _PRIOR_WEIGHT)
+        prior = self._pool.with_prior(_PRIOR_GAIN, _PRIOR_VERIFIED, _PRIOR_WEIGHT)
         means = [_expected(estimate, prior) for estimate in estimates]
         order = sorted(range(len(means)), key=lambda index: -means[index][0])
         rates = [num_rows / seconds(num_rows, 0)]  # by the number of requests that draft, the most promising first
@@ -122,8 +122,8 @@ class DraftGate:
 
 def _expected(estimate: RequestEstimate, prior: tuple[float, float]) -> tuple[float, float]:
     """Expected accepted and verified drafts of a request in one round."""
-    gain, budget = estimate.mean.with_prior(*prior, _POOL_WEIGHT)
-    return (gain if estimate.misses < _MAX_MISSES else 0.0), budget
+    gain, verified = estimate.mean.with_prior(*prior, _POOL_WEIGHT)
+    return (gain if estimate.misses < _MAX_MISSES else 0.0), verified
 
 
 class BlockLength:

@@ -30,7 +30,7 @@ def fake_costs(monkeypatch, tmp_path):
     verify, draft = Curve([1, 101], [1.0, 3.0]), Curve([1, 33], [0.1, 0.2])
     position, accept = Curve([1], [0.005]), Curve([1], [0.02])
     costs = CostProfile(verify, 1e-6, draft, draft, position, position, accept, accept)
-    monkeypatch.setattr(engine_profile, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_profile, "measure", lambda *_, **__: costs)
     monkeypatch.setattr(engine_profile, "costs_folder", lambda: tmp_path / "costs")
     return costs
 

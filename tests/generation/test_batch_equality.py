@@ -245,7 +245,7 @@ def test_chunks_bound_the_prompt_tokens_of_one_forward(chunk, most):
 def test_rounds_have_few_numbers_of_tokens_where_each_needs_kernels(schedule, fake_costs, monkeypatch):
     """Rounds with drafts; a schedule left to itself uses whatever number of tokens pays. Texts are the same."""
     costs = dataclasses.replace(fake_costs, verify=Curve([1, 101], [1.0, 5.0]))  # not all positions pay
-    monkeypatch.setattr(engine_profile, "measure", lambda *_: costs)
+    monkeypatch.setattr(engine_profile, "measure", lambda *_, **__: costs)
     prompts, texts = PROMPTS * 2, texts_of("llama") * 2
     sizes = {}
     for step in (1, 4):

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from hub_upload.convert import convert, plan_conversion
-from modeling_dspark import DSparkModel
+from modeling_dspark import DraftSampling, DSparkModel
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import tapped_features
 from tests.builders import VOCAB, tiny_drafter, tiny_target
@@ -82,7 +82,11 @@ def test_equal_logits(target, tmp_path, monkeypatch, ids, fields):
         states = target(prompt[:, :ANCHOR], output_hidden_states=True).hidden_states
     features = tapped_features(states, ours.config.target_layer_ids)
     proposal = ours.propose(
-        ours.bind(target), features, anchor_tokens=prompt[:, ANCHOR], cache=DSparkCache(), do_sample=True
+        ours.bind(target),
+        features,
+        anchor_tokens=prompt[:, ANCHOR],
+        cache=DSparkCache(),
+        sampling=DraftSampling(do_sample=True),
     )
     drafted = torch.cat([prompt, proposal.tokens, torch.zeros(1, 2, dtype=torch.long)], dim=1)
     padded = torch.nn.functional.pad(features, (0, 0, 0, drafted.shape[1] - ANCHOR))

@@ -441,6 +441,40 @@ class TestOperation:
             torch.testing.assert_close(fused.logits[:, 0], plain.logits[:, 0], atol=1e-4, rtol=1e-4)
             assert fused.logits.gather(2, fused.columns[..., None]).isfinite().all()
 
+    def test_a_processor_of_which_nothing_is_known_is_applied(self, library):
+        """Heads that could be fused go position by position, unless the processor only divides."""
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        binding = drafter.bind(target)
+        assert binding.heads is not None
+        features = torch.randn(1, 5, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+
+        def only_nine(_, logits):
+            return torch.full_like(logits, -torch.inf).index_fill_(-1, torch.tensor([9]), 0.0)
+
+        sampling = DraftSampling(processor=only_nine)
+        arguments = {"anchor_tokens": torch.tensor([5]), "cache": DSparkCache(), "sampling": sampling}
+        assert set(drafter.propose(binding, features, **arguments).tokens[0].tolist()) == {9}
+
+    def test_a_binding_of_another_drafter_is_refused(self):
+        target = tiny_target("llama")
+        binding = tiny_drafter(target).bind(target)
+        with pytest.raises(ValueError, match="`binding` belongs to another drafter"):
+            tiny_drafter(target).propose(binding, None, anchor_tokens=None, cache=None)
+
+    def test_binding_builds_nothing_until_something_is_drafted(self, monkeypatch):
+        """Training binds a drafter, too, and runs the heads itself."""
+        monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
+        monkeypatch.setattr(fused_backends, "_made", {})
+        target = tiny_target("llama")
+        tiny_drafter(target).bind(target)
+
+    def test_costs_are_those_of_the_chosen_heads(self, library):
+        target = tiny_target("llama")
+        drafter = tiny_drafter(target)
+        assert profile_key(drafter, target, "auto")["fused_head"]
+        assert not profile_key(drafter, target, "torch")["fused_head"]
+
     def test_heads_without_a_fused_form_go_position_by_position(self, library):
         target = tiny_target("llama")
         drafter, bare = tiny_drafter(target), tiny_drafter(target, markov_rank=0, confidence_head_with_markov=False)
@@ -456,7 +490,7 @@ class TestOperation:
     def test_other_dtypes_go_position_by_position_and_say_so(self, monkeypatch, caplog):
         monkeypatch.setattr(fused_backends, "load_library", lambda *_: pytest.fail("built in vain"))
         monkeypatch.setattr(fused_backends, "_made", {})
-        logging.get_logger("modeling_dspark.draft_binding").warning_once.cache_clear()
+        logging.get_logger("modeling_dspark.fused_head").warning_once.cache_clear()
         target = tiny_target("llama")
         assert tiny_drafter(target).bind(target.to(torch.bfloat16)).heads is None
         assert "torch.bfloat16" in caplog.text
@@ -742,7 +776,7 @@ class TestSmallBuilds:
 
 
 def test_an_installed_package_has_the_kernels(tmp_path, library):
-    for name in ("modeling_dspark", "training", "hub_upload"):
+    for name in ("dspark", "modeling_dspark", "training", "hub_upload"):
         shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("repos", "__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, tmp_path / "source" / name)

@@ -815,7 +815,7 @@ class TestProfiles:
         """How often something was measured."""
         calls = []
 
-        def counted(drafter, target):
+        def counted(drafter, target, key, **_):
             calls.append(1)
             return replace(fake_costs, key=profile_key(drafter, target))
 
@@ -839,7 +839,7 @@ class TestProfiles:
     def test_a_measurement_leaves_random_numbers_alone(self, measured, monkeypatch, fake_costs):
         """It draws tokens; a seed set before the first call has to give what it gives in later ones."""
 
-        def draws(drafter, target):
+        def draws(drafter, target, key, **_):
             torch.rand(3)
             return replace(fake_costs, key=profile_key(drafter, target))
 
@@ -883,7 +883,7 @@ class TestProfiles:
         monkeypatch.setattr(engine_measure, "_SAMPLED_ROWS", (1, 8))
         logging.disable_progress_bar()
         try:
-            assert measure(*self.pair()).verify(1) > 0
+            assert measure(*self.pair(), {}).verify(1) > 0
         finally:
             logging.enable_progress_bar()
 
@@ -893,12 +893,12 @@ class TestProfiles:
         monkeypatch.setattr(engine_measure, "_ROWS", (1, 2, 8))
         monkeypatch.setattr(engine_measure, "_SAMPLED_ROWS", (1, 2))
         target = tiny_target("gpt2", n_positions=40)
-        costs = measure(tiny_drafter(target), target)
+        costs = measure(tiny_drafter(target), target, {})
         assert costs.verify(1) > 0
         few = tiny_target("gpt2", n_positions=8)
         drafter = tiny_drafter(few)
         with pytest.raises(ValueError, match="8 positions"):
-            measure(drafter, few)
+            measure(drafter, few, {})
 
     def test_generate_measures_for_schedules_that_weigh_costs_only(self, measured):
         drafter, target = self.pair()
@@ -976,7 +976,7 @@ class TestProfiles:
     def test_a_real_measurement(self):
         drafter, target = self.pair()
         before = target.config._attn_implementation
-        costs = measure(drafter, target)
+        costs = measure(drafter, target, {})
         assert costs.verify(1) <= costs.verify(64) < 1.0
         assert costs.draft(1) <= costs.draft(32) < 1.0
         assert 0 <= costs.seconds_per_context < 1e-3

@@ -5,19 +5,19 @@ import subprocess
 import sys
 import zipfile
 
-import pytest
-
 from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from tests.builders import cache_with_kernels
 from tests.conftest import FIXTURES
 
 
+RUN = json.loads((FIXTURES / "a_vanilla_confM" / "golden.json").read_text())["runs"]["one_t0"]
+PROMPTS = [RUN["output_ids"][start : start + 6] for start in (0, 4)]  # texts of which the drafter knows some
 CODE = """
 import json, sys, torch
 from transformers import AutoModel, AutoModelForCausalLM
 target = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-inputs = {"input_ids": torch.tensor([[5, 17, 40, 11], [9, 33, 8, 21]]), "max_new_tokens": 24, "do_sample": False}
+inputs = {"input_ids": torch.tensor(PROMPTS), "max_new_tokens": 24, "do_sample": False}
 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 plain = target.generate(**inputs).tolist()
 runs = []
@@ -30,8 +30,8 @@ print(json.dumps({"plain": plain, "runs": runs, "imported": "modeling_dspark" in
 """
 
 
-@pytest.mark.parametrize("order", [["earlier"], ["earlier", "now"], ["now", "earlier"]], ids=" then ".join)
-def test_texts_and_rounds_are_equal(tmp_path, order):
+def test_texts_and_rounds_are_equal(tmp_path):
+    order = ["earlier", "now", "earlier"]  # the dispatcher of the first one serves both
     with zipfile.ZipFile(FIXTURES / "packaged_0_1_0.zip") as archive:
         archive.extractall(tmp_path / "earlier")
     source = tmp_path / "source"
@@ -42,7 +42,13 @@ def test_texts_and_rounds_are_equal(tmp_path, order):
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
     environment |= {"DSPARK_CACHE": str(cache_with_kernels(tmp_path / "cache"))}
     result = subprocess.run(
-        [sys.executable, "-c", CODE, str(FIXTURES / "target_qwen3"), *(str(tmp_path / name) for name in order)],
+        [
+            sys.executable,
+            "-c",
+            CODE.replace("PROMPTS", str(PROMPTS)),
+            str(FIXTURES / "target_qwen3"),
+            *(str(tmp_path / name) for name in order),
+        ],
         capture_output=True,
         text=True,
         env=environment,
@@ -54,4 +60,4 @@ def test_texts_and_rounds_are_equal(tmp_path, order):
     assert [run["text"] for run in answer["runs"]] == [answer["plain"]] * len(order)
     assert all(run["accepted"] == answer["runs"][0]["accepted"] for run in answer["runs"])
     assert sum(answer["runs"][0]["accepted"]) > 0
-    assert len({run["file"] for run in answer["runs"]}) == len(order)
+    assert len({run["file"] for run in answer["runs"]}) == 2

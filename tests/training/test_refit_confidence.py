@@ -64,8 +64,8 @@ def test_recorded_inputs_give_the_logits_of_the_head(with_markov):
     """Each recorded input, put through the head, is a logit the engine recorded; outcomes are leading acceptances."""
     target = tiny_target("llama")
     drafter = tiny_drafter(target, confidence_head_with_markov=with_markov)
-    engine = make_engine(drafter, target, 0.0)
-    recorder = Recorder(drafter, engine)
+    recorder = Recorder(drafter)
+    engine = make_engine(drafter, target, 0.0, observer=recorder)
     requests = [engine.add_request(torch.tensor(prompt), max_new_tokens=12) for prompt in ([5, 6, 7], [9], [4, 8])]
     while engine.requests:
         engine.step()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from modeling_dspark.compat_renamed import renamed_in
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -223,6 +225,10 @@ def linear_between(start: float, end: float, fraction: float) -> float:
     """`start` at `fraction = 0`, `end` from `fraction = 1` on."""
     return start + (end - start) * min(max(fraction, 0.0), 1.0)
 
+
+__getattr__ = renamed_in(
+    __name__, {"slot_weights": "position_weights", "weighted_slot_loss": "weighted_position_loss"}
+)
 
 __all__ = [
     *("LossWeights", "PositionTerms", "confidence_loss", "linear_between", "position_weights"),

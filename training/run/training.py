@@ -158,9 +158,10 @@ def make_trainer(
     drafter: DSparkModel,
     conversations: list[Conversation],
     cache: FeatureCache | None,
-    **options: Any,
+    *,
+    run_settings: dict[str, Any],
 ) -> DSparkTrainer:
-    """The trainer, with the conversations split for training and evaluation; `options` go to `DSparkTrainer`."""
+    """The trainer, with the conversations split for training and evaluation."""
     shared: dict[str, Any] = {"num_anchors": training.num_anchors, "seed": training.seed, "cache": cache}
     train_indices, eval_indices = split_conversations(conversations, data.num_eval_conversations)
     if eval_indices and training.eval_strategy == "no":
@@ -174,7 +175,7 @@ def make_trainer(
         target=target,
         train_dataset=ConversationDataset(conversations, indices=train_indices, **shared),
         eval_dataset=ConversationDataset(conversations, indices=eval_indices, **shared) if eval_indices else None,
-        **options,
+        run_settings=run_settings,
     )
 
 
