@@ -94,18 +94,18 @@ def fine_tune(options: argparse.Namespace, answers: Path) -> float:
     folder = Path(options.work) / "tuned"
     flags = [
         *("--target", options.target, "--drafter", options.drafter, "--peft", "lora"),
-        *("--lora_rank", str(options.lora_rank), "--lora_alpha", str(2 * options.lora_rank)),
-        *("--prompts", options.prompts, "--answers", str(answers), "--output_dir", str(folder)),
-        *("--max_steps", str(options.steps), "--learning_rate", str(options.learning_rate), "--warmup_steps", "20"),
-        *("--lr_scheduler_type", "cosine", "--per_device_train_batch_size", "2", "--num_anchors", "64"),
-        *("--ce_weight", "0.1", "--soft_weight", "0.1", "--l1_weight", "0.8", "--confidence_weight", "0.3"),
-        *("--num_eval_conversations", "0", "--bf16", "true", "--use_cpu", str(not torch.cuda.is_available()).lower()),
-        *("--save_steps", "50", "--save_total_limit", "1", "--logging_steps", "25", "--report_to", "none"),
+        *("--lora-rank", str(options.lora_rank), "--lora-alpha", str(2 * options.lora_rank)),
+        *("--prompts", options.prompts, "--answers", str(answers), "--output-dir", str(folder)),
+        *("--max-steps", str(options.steps), "--learning-rate", str(options.learning_rate), "--warmup-steps", "20"),
+        *("--lr-scheduler-type", "cosine", "--per-device-train-batch-size", "2", "--num-anchors", "64"),
+        *("--ce-weight", "0.1", "--kd-weight", "0.1", "--l1-weight", "0.8", "--confidence-weight", "0.3"),
+        *("--num-eval-conversations", "0", "--bf16", "true", "--use-cpu", str(not torch.cuda.is_available()).lower()),
+        *("--save-steps", "50", "--save-total-limit", "1", "--logging-steps", "25", "--report-to", "none"),
     ]
     if options.feature_cache:
-        flags += ["--feature_cache", options.feature_cache]
+        flags += ["--feature-cache", options.feature_cache]
     if last_whole_checkpoint(folder) is not None:
-        flags += ["--resume_from_checkpoint", "true"]
+        flags += ["--resume-from-checkpoint", "true"]
     begun = time.perf_counter()
     if subprocess.run([sys.executable, "-m", "training.train", *flags], check=False).returncode:
         raise ValueError("The training failed; its messages are above.")

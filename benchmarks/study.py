@@ -41,7 +41,7 @@ from training.run.resuming import last_whole_checkpoint
 RECIPE: dict[str, Any] = {  # that of the shipped drafter, tuned with `dspark`
     "target_dtype": "bfloat16", "num_draft_layers": 2, "block_size": 7, "target_layer_ids": [1, 10, 19, 28],
     "mask_token_id": 16, "markov_rank": 64, "draft_vocab_size": 12288, "max_length": 512, "num_eval_conversations": 0,
-    "num_anchors": 64, "ce_weight": 0.1, "soft_weight": 0.1, "l1_weight": 0.8, "confidence_weight": 0.3,
+    "num_anchors": 64, "ce_weight": 0.1, "kd_weight": 0.1, "l1_weight": 0.8, "confidence_weight": 0.3,
     "l1_warmup_fraction": 0.6, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 50,
     "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": True,
     "use_cpu": True, "logging_steps": 50, "save_steps": 100, "save_total_limit": 1, "report_to": "none",
@@ -116,7 +116,10 @@ def training_flags(options: argparse.Namespace, fields: dict[str, Any], folder: 
     flags: list[str] = []
     for name, value in recipe.items():
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+        flags += [
+            f"--{name.replace('_', '-')}",
+            *(str(item).lower() if isinstance(item, bool) else str(item) for item in values),
+        ]
     return flags
 
 

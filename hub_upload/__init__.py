@@ -1,1 +1,1 @@
-"""Packaging of drafters for the Hub."""
+"""Drafters for the Hub: convert, card, package, push, verify."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from modeling_dspark import MovedModules
+from dspark.moved import MovedModules
 
 
 _MOVED = {

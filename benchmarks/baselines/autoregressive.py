@@ -1,9 +1,9 @@
-"""An autoregressive drafter in the style of EAGLE-3, as a baseline: one decoder layer that is run once a draft token.
+"""An autoregressive drafter in the style of EAGLE-3, as a baseline: one decoder layer that runs once per draft token.
 
 It reads what a DSpark drafter reads (fused target features) and the token after each of them, and feeds its own hidden
 state back for the next draft. Training unrolls those steps ("training-time test"). With `block_size=1` it is a
-multi-token-prediction module of one token. Made for studies: it trains, is replayed and drafts greedily for one text, but
-`generate` does not take it.
+multi-token-prediction module of one token. It is made for studies: it trains, can be replayed and drafts greedily for
+one text, but `generate` does not take it.
 
 Shapes: `B` sequences, `T` tokens, `N` blocks, `K` positions, `D` hidden size, `H` heads, `d` head size.
 """
@@ -27,7 +27,7 @@ class EagleConfig(DSparkConfig):
 
     model_type = "dspark_eagle"
     _auto_class = None  # no remote code
-    has_no_defaults_at_init = True  # those of its base are refused
+    has_no_defaults_at_init = True  # the defaults of its base are refused
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -41,7 +41,7 @@ class EagleConfig(DSparkConfig):
 class EagleDrafter(DSparkModel):
     """A layer over pairs of (state at a position, embedding of the token after it).
 
-    The state is `fc(features)` where the target has been, and the layer's own output further on.
+    The state is `fc(features)` where the target has been, and the layer's own output after that.
     """
 
     config_class = EagleConfig
@@ -56,7 +56,7 @@ class EagleDrafter(DSparkModel):
         self.post_init()
 
     @torch.no_grad()
-    def start_in_proj(self) -> None:
+    def start_inputs(self) -> None:
         """Begin with the sum of both inputs, which a copied target layer knows better than a random mix."""
         identity = torch.eye(self.config.hidden_size)
         self.in_proj.weight.copy_(torch.cat([identity, identity], dim=1))
@@ -71,12 +71,12 @@ class EagleDrafter(DSparkModel):
         """
         layer: DSparkDecoderLayer = self.layers[0]  # type: ignore[assignment]  # of a module list
         states = self.fc(features.to(self.dtype))
-        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # what stands at the end is read by no position
+        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))  # no position reads the end
         context = self._join(binding, following, states)
         start, columns = (blocks.anchors - 1).clamp(min=0), torch.arange(states.shape[1], device=states.device)
         keys, values = _keys_and_values(self, layer, context, columns - blocks.starts)
         visible = (columns < start[..., None]) & (columns >= blocks.block_starts[..., None])  # [B, N, T]
-        place = start - blocks.block_starts  # in its conversation
+        place = start - blocks.block_starts  # within its conversation
         own = torch.eye(start.shape[1], dtype=torch.bool, device=start.device).expand(len(start), -1, -1)
         state = states.gather(1, start[..., None].expand(-1, -1, states.shape[-1]))
         hidden = []

@@ -1,8 +1,8 @@
-"""Accepted length without a decoding loop: drafts at every token of the target's own greedy answers, walked as rounds.
+"""Acceptance length without a decoding loop: drafts at every token of the target's own greedy answers, walked as rounds.
 
-Greedy decoding keeps a draft token exactly if it is the token that the target's text goes on with. So the rounds of an
-answer follow from the text alone: from each anchor, as many drafts as agree are kept, one token comes from the target,
-and that is the next anchor. One forward gives the drafts at all anchors, for any drafter that trains here.
+Greedy decoding accepts a draft token exactly if it is the next token of the target's text. So the rounds of an answer
+follow from the text alone: from each anchor, the drafts that agree are accepted, the target adds one token, and that is
+the next anchor. One forward gives the drafts at all anchors, for any drafter that trains here.
 
 Shapes: `N` blocks, `K` positions.
 """
@@ -33,10 +33,10 @@ def kept_at_every_anchor(
     *,
     blocks_at_once: int = 64,
 ) -> torch.Tensor:
-    """Drafts that greedy decoding keeps `[N]`, at each token of the answer but the last."""
+    """Drafts that greedy decoding accepts `[N]`, at each token of the answer but the last."""
     num_anchors = max(len(conversation.input_ids) - conversation.response_start - 1, 0)
     anchors = conversation.response_start + torch.arange(num_anchors, device=target.device)
-    if not num_anchors:  # an answer of one token, which the prefill gave
+    if not num_anchors:  # an answer of one token, which comes from the prefill
         return anchors
     ids = torch.tensor(conversation.input_ids, device=target.device)[None]
     response = conversation.response_mask[None].to(target.device)
@@ -62,11 +62,11 @@ def kept_at_every_anchor(
 def replay(
     drafter: DSparkModel, target: PreTrainedModel, conversations: Iterable[Conversation], *, progress: bool = False
 ) -> RunStatistics:
-    """Rounds of greedy decoding over answers that the target gave greedily; `requests` has them by answer.
+    """Rounds of greedy decoding over the target's greedy answers; `requests` has them by answer.
 
     Args:
-        drafter ([`DSparkModel`]): Of any kind that trains here.
-        target ([`~transformers.PreTrainedModel`]): The target that gave the answers.
+        drafter ([`DSparkModel`]): A drafter of any kind that trains here.
+        target ([`~transformers.PreTrainedModel`]): The target of the answers.
         conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
         progress (`bool`, *optional*, defaults to `False`): Show a progress bar.
     """
@@ -85,12 +85,12 @@ def replay(
 def replay_prompt_lookup(
     conversations: Iterable[Conversation], *, num_tokens: int, max_matching_ngram_size: int = 2
 ) -> RunStatistics:
-    """The same rounds with drafts that Transformers' prompt lookup finds in the text so far: a drafter without training.
+    """The same rounds with drafts of Transformers' prompt lookup, which needs no training.
 
     Args:
         conversations (`Iterable[Conversation]`): Prompts with greedy answers, not cut.
-        num_tokens (`int`): Drafts in a round, at most.
-        max_matching_ngram_size (`int`, *optional*, defaults to 2): Tokens that have to agree, at most.
+        num_tokens (`int`): Maximum drafts per round.
+        max_matching_ngram_size (`int`, *optional*, defaults to 2): Maximum length of the n-gram that has to match.
     """
     lookup = PromptLookupCandidateGenerator(
         num_output_tokens=num_tokens, max_matching_ngram_size=max_matching_ngram_size, max_length=2**31
@@ -111,13 +111,13 @@ def replay_prompt_lookup(
 
 
 def _walk(num_tokens: int, block_size: int, drafts_at: Callable[[int], tuple[int, int]]) -> RunStatistics:
-    """Rounds from the first token of an answer on: `num_tokens` follow it, and `drafts_at` has drafts made and kept."""
+    """Rounds after the first token of an answer: `num_tokens` follow it; `drafts_at` gives drafts made and accepted."""
     rounds, place = RunStatistics(block_size), 0
     while place < num_tokens:
         left = num_tokens - place
         drafted, accepted = drafts_at(place)
         new_tokens = min(accepted + 1, left)
-        verified = min(drafted, left)  # what the text has room for
+        verified = min(drafted, left)  # the text has no room for more
         rounds.add_round(drafted=drafted, verified=verified, accepted=accepted, new_tokens=new_tokens)
         place += new_tokens
     return rounds

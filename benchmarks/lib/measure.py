@@ -1,6 +1,6 @@
-"""Judge whether the texts of two ways of generating agree, and pool what a drafter counted in several calls.
+"""Compare the texts of two ways of generating, and pool a drafter's counts over several calls.
 
-What times them is in `training.evaluation.timing`. Decoding is greedy; nothing here loads, prints or writes.
+Timing is in `training.evaluation.timing`. Decoding is greedy; nothing here loads, prints or writes.
 """
 
 import math
@@ -29,7 +29,7 @@ PROMPT_LOOKUP = "prompt_lookup"
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two greedy outputs part, and how close the target was to choosing the other token.
+    """Where two greedy outputs part, and how close the two tokens were for the target.
 
     Attributes:
         position (`int`): New tokens before the first difference, all equal.
@@ -57,7 +57,7 @@ def left_padded(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> di
 
 
 def pooled_run(runs: Iterable[Any]) -> Any:
-    """Pool the drafter's counts of several calls, so that every round weighs the same.
+    """Pool the drafter's counts over several calls, so that every round weighs the same.
 
     Raises:
         ValueError: if there are no runs, or they come from drafters of different block sizes.
@@ -66,7 +66,7 @@ def pooled_run(runs: Iterable[Any]) -> Any:
     sizes = {run.block_size for run in runs}
     if len(sizes) != 1:
         raise ValueError(f"`runs` must hold the counts of at least one call of one drafter, got block sizes {sizes}.")
-    pooled = type(runs[0])(runs[0].block_size)  # the class came with the drafter's own code
+    pooled = type(runs[0])(runs[0].block_size)  # the class is that of the drafter's own code
     for run in runs:
         pooled.extend(run)
     return pooled
@@ -86,9 +86,9 @@ def first_difference(
     pairs = zip(plain, assisted, strict=False)
     position = next((index for index, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(plain), len(assisted)))
     if position == min(len(plain), len(assisted)):
-        one = plain[position] if position < len(plain) else None
-        other = assisted[position] if position < len(assisted) else None
-        return Difference(position, one, other)
+        plain_token = plain[position] if position < len(plain) else None
+        assisted_token = assisted[position] if position < len(assisted) else None
+        return Difference(position, plain_token, assisted_token)
     prefix = torch.tensor([[*prompt_ids, *plain[:position]]], device=target.device)
     with torch.no_grad():
         logits = target(input_ids=prefix, use_cache=False).logits[0, -1]

@@ -1,7 +1,7 @@
-"""A study as text and plots: accepted lengths, DSpark's margins with their intervals, and acceptance by position.
+"""A study as text and plots: acceptance lengths, DSpark's margins with their intervals, and acceptance by position.
 
-Margins compare rounds over the same answers, so intervals come from answers drawn in pairs: the spread over prompts, not
-over seeds of training.
+Margins compare rounds over the same answers, so intervals come from answers drawn in pairs. They show the spread over
+prompts, not over seeds of training.
 """
 
 import json
@@ -40,7 +40,7 @@ def study_tables(content: dict[str, Any]) -> str:
 
 
 def tau_table(results: Sequence[dict[str, Any]], group: str) -> str:
-    """Accepted length by set as Markdown, with what a group is held against: references, or the main group's own."""
+    """Acceptance length by set as Markdown, with the rows to compare a group with: references, or the main group's own."""
 
     def wanted(case: dict[str, Any]) -> bool:
         against = case["group"] == "references" if group == "main" else case["drafter"] in COMPARED
@@ -54,13 +54,13 @@ def tau_table(results: Sequence[dict[str, Any]], group: str) -> str:
 
 
 def margin_table(results: Sequence[dict[str, Any]]) -> str:
-    """How much longer DSpark's accepted length is than that of each other drafter, by set; the 95 % interval over all."""
+    """DSpark's acceptance length over that of each other drafter, less 1, by set; the 95 % interval over all."""
     cases = {case["drafter"]: case for case in results if case["group"] in ("references", "main")}
     ours = cases.pop(OURS)
     rows = []
-    for name, other in cases.items():
-        ratios = [_total(other["rounds"], [source]) / _total(ours["rounds"], [source]) for source in ours["rounds"]]
-        mean, low, high = margin(ours["rounds"], other["rounds"])
+    for name, rival in cases.items():
+        ratios = [_total(rival["rounds"], [source]) / _total(ours["rounds"], [source]) for source in ours["rounds"]]
+        mean, low, high = margin(ours["rounds"], rival["rounds"])
         rows.append([name, *(f"{ratio - 1:+.1%}" for ratio in ratios), f"{mean:+.1%} [{low:+.1%}, {high:+.1%}]"])
     return markdown_table([f"{OURS} over", *ours["rounds"], "all"], rows)
 
@@ -70,28 +70,28 @@ def depth_table(results: Sequence[dict[str, Any]]) -> str:
     by_name = {case["drafter"]: case for case in results}
     rows = []
     for case in _of_kind(results, OURS, "depth"):
-        other = by_name.get(case["drafter"].replace(OURS, COMPARED[1], 1))
-        found = [margin(case["rounds"], held["rounds"]) if held else None for held in (other, by_name.get(EAGLE))]
-        cells = ["-" if each is None else f"{each[0]:+.1%} [{each[1]:+.1%}, {each[2]:+.1%}]" for each in found]
+        rivals = (by_name.get(case["drafter"].replace(OURS, COMPARED[1], 1)), by_name.get(EAGLE))
+        margins = [margin(case["rounds"], rival["rounds"]) if rival else None for rival in rivals]
+        cells = ["-" if m is None else f"{m[0]:+.1%} [{m[1]:+.1%}, {m[2]:+.1%}]" for m in margins]
         rows.append([case["settings"]["fields"]["num_draft_layers"], *cells])
     rows.sort()
     return markdown_table(["layers of dspark", f"over {COMPARED[1]} with as many", f"over {EAGLE} with one"], rows)
 
 
-def margin(ours: dict[str, list[int]], other: dict[str, list[int]]) -> tuple[float, float, float]:
-    """By what share `ours` needs fewer rounds a token: over all answers, and the 95 % interval, answers drawn by set.
+def margin(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> tuple[float, float, float]:
+    """The ratio of acceptance lengths, less 1, over all answers, and its 95 % interval with answers drawn by set.
 
-    Both have made the same tokens, so the ratio of accepted lengths is that of the rounds the other way round.
+    Both made the same tokens, so the ratio of acceptance lengths is the inverse ratio of rounds.
     """
     generator = torch.Generator().manual_seed(0)
     sums = [torch.zeros(_DRAWS, dtype=torch.long) for _ in range(2)]
     for source, rounds in ours.items():
         drawn = torch.randint(len(rounds), (_DRAWS, len(rounds)), generator=generator)
-        for total, counts in zip(sums, (rounds, other[source]), strict=True):
+        for total, counts in zip(sums, (rounds, theirs[source]), strict=True):
             total += torch.tensor(counts)[drawn].sum(dim=1)
     edges = torch.quantile(sums[1].double() / sums[0], torch.tensor([0.025, 0.975], dtype=torch.float64))
     low, high = (edges - 1).tolist()
-    return _total(other, other) / _total(ours, ours) - 1, low, high
+    return _total(theirs, theirs) / _total(ours, ours) - 1, low, high
 
 
 def _total(rounds: dict[str, list[int]], sources: Any) -> int:
@@ -118,16 +118,16 @@ def confidence_tables(confidence: dict[str, Any]) -> list[str]:
 
 
 def curve_table(results: Sequence[dict[str, Any]], steps: Sequence[int]) -> str:
-    """Accepted length in training at some steps as Markdown, and DSpark's over that of the last drafter compared."""
+    """Acceptance length in training at some steps as Markdown, and DSpark's margin over the other compared drafter."""
     curves = {case["drafter"]: dict(case["curve"]) for case in results if case["group"] == "main"}
     rows = [[name, *(f"{curve[step]:.3f}" for step in steps)] for name, curve in curves.items()]
-    ours, other = (curves[name] for name in COMPARED)
-    rows.append([f"{OURS} over {COMPARED[1]}", *(f"{ours[step] / other[step] - 1:+.1%}" for step in steps)])
+    ours, rival = (curves[name] for name in COMPARED)
+    rows.append([f"{OURS} over {COMPARED[1]}", *(f"{ours[step] / rival[step] - 1:+.1%}" for step in steps)])
     return markdown_table(["drafter", *steps], rows)
 
 
 def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Conditional acceptance from position 0 to the last that was tried, by drafter."""
+    """Conditional acceptance from position 0 to the last tried one, by drafter."""
     return {
         case["drafter"]: [value for value in case["acceptance"] if value is not None]
         for case in results
@@ -136,7 +136,7 @@ def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by position; accepted length by step of training, by depth and by block size."""
+    """Conditional acceptance by position; acceptance length by step of training, by depth and by block size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,10 +148,10 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     curves = {case["drafter"]: case["curve"] for case in results if case["group"] == "main" and case["curve"]}
     figures: dict[str, Any] = {
         "study_positions": ("position", "conditional acceptance", positions),
-        "study_curves": ("step", "accepted length in training", curves),
+        "study_curves": ("step", "acceptance length in training", curves),
     }
     for name, field, across in (("depth", "num_draft_layers", "draft layers"), ("block", "block_size", "block size")):
-        figures[f"study_{name}"] = (across, "accepted length", _lines_by(results, name, field))
+        figures[f"study_{name}"] = (across, "acceptance length", _lines_by(results, name, field))
     written = []
     for name, (across, up, lines) in figures.items():
         if not lines:
@@ -170,7 +170,7 @@ def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _of_kind(results: Sequence[dict[str, Any]], kind: str, group: str) -> list[dict[str, Any]]:
-    """A drafter of the main group, and its variants in another one."""
+    """A drafter of the main group, and its variants in another group."""
     return [case for case in results if case["drafter"] == kind or case["drafter"].startswith(f"{kind}-{group}-")]
 
 

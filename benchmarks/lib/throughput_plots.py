@@ -33,19 +33,19 @@ _STYLES = {
 }
 _LABEL_DISTANCE = 0.055  # of the height of the axes: a line of text
 
-Points = list[tuple[int, float, float]]  # concurrency, tokens/s, tokens/s a request
+Points = list[tuple[int, float, float]]  # concurrency, tokens/s, tokens/s per request
 
 
 def plot_throughput(report: dict[str, Any], folder: str | Path, *, lines: Sequence[str] | None = None) -> list[Path]:
     """Write `throughput.png` and `throughput_per_request.png`; returns their paths.
 
     Args:
-        report (`dict`): What `benchmarks.throughput` writes.
-        folder (`str` or `Path`): Where to; made if it is missing.
+        report (`dict`): A report of `benchmarks.throughput`.
+        folder (`str` or `Path`): The folder to write to; created if it is missing.
         lines (`Sequence[str]`, *optional*): Policies to show, `"best_fixed"` among them if wanted.
 
     Raises:
-        ValueError: if the report has no level, or nothing of what is to be shown.
+        ValueError: if the report has no level with any of `lines`.
     """
     names = list(lines or DEFAULT_LINES)
     series = {name: points for name in names if (points := _points(report["levels"], name))}
@@ -97,17 +97,17 @@ def _draw_frontier(axes: Axes, series: dict[str, Points]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set(
-        xlabel="tokens per second that one request gets",
+        xlabel="tokens per second per request",
         ylabel="tokens per second, all requests",
     )
     axes.legend(fontsize=9, frameon=False, title="numbers: requests in flight", title_fontsize=8)
 
 
 def _style(name: str) -> dict[str, Any]:
-    colour, marker, line = _STYLES.get(name, (None, ".", "-"))
+    color, marker, line = _STYLES.get(name, (None, ".", "-"))
     return {
         "label": _LABELS.get(name, name),
-        "color": colour,
+        "color": color,
         "marker": marker,
         "linestyle": line,
         "markersize": 5,

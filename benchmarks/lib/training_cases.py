@@ -35,10 +35,10 @@ def naive_position_loss(
     log_q = logits.float().log_softmax(dim=-1)
     q = log_q.exp()
     ce = -log_q.gather(1, labels[:, None]).squeeze(1)
-    soft = -(p * log_q).sum(dim=-1) if loss_weights.soft else torch.zeros_like(ce)
+    soft = -(p * log_q).sum(dim=-1) if loss_weights.kd else torch.zeros_like(ce)
     l1 = (q - p).abs().sum(dim=-1) + (1 - p.sum(dim=-1)).clamp(min=0)
     agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
-    total = (weights * (loss_weights.ce * ce + loss_weights.soft * soft + loss_weights.l1 * l1)).sum()
+    total = (weights * (loss_weights.ce * ce + loss_weights.kd * soft + loss_weights.l1 * l1)).sum()
     return total, PositionTerms(ce.detach(), soft.detach(), l1.detach(), agreement)
 
 

@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from training.common.files import checksum, write_atomically
+from training.common.settings import check_same_settings
 
 
 def check_work(work: Path, settings: dict[str, Any], files: dict[str, Sequence[str]]) -> None:
-    """Record what the trainings in a folder depend on, or refuse to resume them with anything else.
+    """Record the settings of the trainings in a folder, or refuse to resume there with others.
 
     Args:
         work (`Path`): The folder, which exists.
-        settings (`dict`): Settings of the trainings.
-        files (`dict[str, Sequence[str]]`): Files whose content they depend on.
+        settings (`dict`): The settings that the trainings depend on.
+        files (`dict[str, Sequence[str]]`): Files whose content they depend on, too.
 
     Raises:
-        ValueError: names what differs, with both values.
+        ValueError: names each setting that differs, with both values.
     """
     digests = {name: [checksum(Path(path))[:16] for path in files[name]] for name in files}
     settings, path = settings | digests, work / "settings.json"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
-    different = {name: (earlier.get(name), value) for name, value in settings.items() if earlier.get(name) != value}
-    if different:
-        raise ValueError(
-            f"`{work}` holds trainings of other settings (then, now): {different}; choose another `--work`."
-        )
+    way_out = "For these settings, choose another `--work`."
+    check_same_settings(earlier, settings, subject=f"`{work}` holds trainings", way_out=way_out)
     write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""What a card says that no report can: names, licence, training, limits. The author's facts file, checked when read."""
+"""The author's facts file, checked when read: what no report can say, such as names, license, training and limits."""
 
 import re
-import reprlib  # an alias of an alias of YAML is long when written out
+import reprlib  # YAML aliases of aliases are long when written out
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hub_upload.card.quotes import BLANK, Source, read_source
+from hub_upload.card.quotes import Source, read_source
 
 
 FACTS_FILE = "facts.yaml"
 _GUIDE = "`docs/guides/card.md` has an example"
-_NAMES = ("name", "repo_id", "base_model", "license", "license_link", "citation", "benchmark")
 _REQUIRED = ("name", "repo_id", "base_model", "license", "training", "thinking")
 _LISTS = ("language", "datasets", "limits", "commands", "reports")
 
@@ -25,19 +24,19 @@ class Facts:
 
     Attributes:
         name (`str`): Title of the card.
-        repo_id (`str`): The Hub repository it is for.
+        repo_id (`str`): The Hub repository of the drafter.
         base_model (`str`): Hub id of the target.
-        license (`str`): The Hub's identifier of the licence, e.g. `apache-2.0`.
+        license (`str`): The Hub's identifier of the license, e.g. `apache-2.0`.
         training (`str`): What the drafter was trained on, and how.
-        thinking (`str`): In which mode of the target it was trained, for targets that can think; that there is none, else.
-        summary (`str`, *optional*): More about what it is.
-        limits (`tuple[str, ...]`, *optional*): Limits beyond those that every drafter has.
+        thinking (`str`): The thinking mode of the target during training, or that it has none.
+        summary (`str`, *optional*): More about the drafter.
+        limits (`tuple[str, ...]`, *optional*): Limits beyond those of every drafter.
         language, datasets (`tuple[str, ...]`, *optional*): As in the metadata of the Hub.
-        license_link (`str`, *optional*): For a licence of its own (`license: other`).
-        citation (`str`, *optional*): BibTeX of this drafter; the paper's is in every card.
-        commands (`tuple[str, ...]`, *optional*): The commands that made it, in order.
-        benchmark (`str`, *optional*): Hub id of the benchmark dataset whose tasks are the sets of prompts; with it,
-            `.eval_results` are written.
+        license_link (`str`, *optional*): For a custom license (`license: other`).
+        citation (`str`, *optional*): BibTeX of this drafter; every card has the paper's.
+        commands (`tuple[str, ...]`, *optional*): The commands that made the drafter, in order.
+        benchmark (`str`, *optional*): Hub id of the benchmark dataset whose tasks are the sets of prompts; without it
+            there are no `.eval_results`.
         stated (`dict`, *optional*): Numbers that the author states about the training.
         reports (`tuple[str, ...]`, *optional*): Reports of this drafter; relative to the facts file.
     """
@@ -79,12 +78,6 @@ class Facts:
             raise ValueError(f"`{name}` must not be empty.")
         if any("```" in part for part in parts):
             raise ValueError(f"`{name}` must be prose, without fenced blocks.")
-
-    def blanked(self) -> dict[str, Any]:
-        """The fields for a text without numbers: names are left out, since digits in a name are no measurement."""
-        blank = {name: BLANK for name in _NAMES if getattr(self, name)}
-        blank_lists = {name: [BLANK] * len(getattr(self, name)) for name in ("language", "datasets", "commands")}
-        return vars(self) | blank | blank_lists
 
 
 def read_facts(path: Path) -> Facts:

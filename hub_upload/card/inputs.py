@@ -1,28 +1,33 @@
-"""What a card is made of: the drafter's folder, its facts and its reports, read and found to belong together."""
+"""The inputs of a card: the drafter's folder, its facts and its reports, all of the same drafter."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from hub_upload.card.facts import FACTS_FILE, Facts, read_facts
 from hub_upload.card.quotes import Source, read_source, slug
 from modeling_dspark import DSparkModel
+from modeling_dspark.formats.tensors import read_header
 from training.common.files import checksum
 from training.data.features import fingerprint
 from training.evaluation.report import EvalReport
 
 
 WEIGHTS = "model.safetensors"
+_OLD_KEYS = {  # of reports of 0.1
+    "accepted_length": "acceptance_length",
+    "acceptance_by_position": "acceptance_rate_by_position",
+    "num_slots": "num_draft_positions",
+}
 
 
 @dataclass(frozen=True)
 class CardInputs:
     """Attributes:
-    facts ([`Facts`]): What the author says.
+    facts ([`Facts`]): What the author states.
     config, weights (`Source`): The drafter's config.json; hash and size of its weights.
     calibration (`Source`, *optional*): Its calibration.json, if there is one.
     evaluations, latencies (`tuple[Source, ...]`): Reports of `training.evaluate` and of `benchmarks.latency`.
@@ -37,7 +42,7 @@ class CardInputs:
 
 
 def read_inputs(drafter: Path, *, facts: Path | None = None, reports: Sequence[Path] | None = None) -> CardInputs:
-    """Read what a card is made of.
+    """Read the inputs of a card.
 
     Args:
         drafter (`Path`): Folder with `config.json`, `model.safetensors`, and `calibration.json` if there is one.
@@ -48,8 +53,8 @@ def read_inputs(drafter: Path, *, facts: Path | None = None, reports: Sequence[P
         ValueError: if a file is missing or broken, or belongs to another drafter.
     """
     facts_file = facts or drafter / FACTS_FILE
-    said = read_facts(facts_file)
-    paths = list(reports) if reports else [facts_file.parent / name for name in said.reports]
+    author = read_facts(facts_file)
+    paths = list(reports) if reports else [facts_file.parent / name for name in author.reports]
     if not paths:
         raise ValueError("A card needs a report: pass `--report`, or list `reports` in the facts file.")
     config = read_source(drafter / "config.json")
@@ -57,11 +62,11 @@ def read_inputs(drafter: Path, *, facts: Path | None = None, reports: Sequence[P
     for path in paths:
         checked.add(path)
     evaluations, latencies = tuple(checked.evaluations), tuple(checked.latencies)
-    return CardInputs(said, config, checked.weights, _calibration(drafter, config), evaluations, latencies)
+    return CardInputs(author, config, checked.weights, _calibration(drafter, config), evaluations, latencies)
 
 
 class _CheckedReports:
-    """Reports by kind; each is of the weights in the folder, or refused."""
+    """Reports by kind; a report of other weights than the folder's is refused."""
 
     def __init__(self, drafter: Path):
         self.drafter = drafter
@@ -72,22 +77,23 @@ class _CheckedReports:
 
     def add(self, path: Path) -> None:
         source = read_source(path)
+        source = Source(source.name, renamed(source.data))
         if slug(path.stem) in {slug(Path(each.name).stem) for each in (*self.evaluations, *self.latencies)}:
             raise ValueError(
-                f"`{path}` is called as another report is; plots and results go by that, so give it another name."
+                f"`{path}` has the name of another report, and plots and results are named after it; rename the file."
             )
         kinds = (("pooled", self._evaluation), ("sections", self._latency))
         for mark, read in kinds:
             if isinstance(source.data, dict) and mark in source.data:
                 read(path, source)
                 return
-        raise ValueError(f"`{path}` is no report of `training.evaluate` or `benchmarks.latency`.")
+        raise ValueError(f"`{path}` is not a report of `training.evaluate` or `benchmarks.latency`.")
 
     def _evaluation(self, path: Path, source: Source) -> None:
         try:
-            report = EvalReport.from_json(path.read_text(encoding="utf-8"))
+            report = EvalReport.from_json(json.dumps(source.data))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`{path}` is no report that can be quoted: {error}") from error
+            raise ValueError(f"`{path}` is not a report that can be quoted: {error}") from error
         if not report.sets:
             raise ValueError(f"`{path}` has no set of prompts.")
         found = report.drafter.get("fingerprint")
@@ -96,7 +102,7 @@ class _CheckedReports:
 
     def _latency(self, path: Path, source: Source) -> None:
         if not source.data.get("complete") or not source.data["sections"]:
-            raise ValueError(f"`{path}` was not measured to its end; run `python -m benchmarks.latency` again.")
+            raise ValueError(f"`{path}` was interrupted; run `python -m benchmarks.latency` again.")
         self._check(path, source.at("drafter.sha256"), self.weights.at("sha256"))
         self.latencies.append(source)
 
@@ -113,6 +119,13 @@ class _CheckedReports:
         return self._fingerprints[dtype]
 
 
+def renamed(data: Any) -> Any:
+    """A report with today's names in the place of those of 0.1."""
+    if isinstance(data, dict):
+        return {_OLD_KEYS.get(name, name): renamed(value) for name, value in data.items()}
+    return [renamed(value) for value in data] if isinstance(data, list) else data
+
+
 def describe_weights(path: Path) -> Source:
     """Hash, size and number of parameters of a file of weights.
 
@@ -121,12 +134,8 @@ def describe_weights(path: Path) -> Source:
     """
     if not path.is_file():
         raise ValueError(f"There are no weights `{path}`.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys() if name not in ("d2t", "t2d")]  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"`{path}` is corrupt or truncated: {error}.") from error
-    parameters = sum(math.prod(shape) for shape in shapes)
+    tensors = read_header(path)
+    parameters = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
     return Source(path.name, {"sha256": checksum(path), "bytes": path.stat().st_size, "parameters": parameters})
 
 

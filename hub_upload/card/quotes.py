@@ -1,7 +1,7 @@
 """Where the numbers of a card come from: files of measurements and settings, quoted by a path into them.
 
-A card is rendered twice, the second time from blank sources. What is a number in that second text did not come out of
-a source, and is refused (`check_quoted`). So the rule "a number that is in no report is in no card" does not rest on care.
+A number in the text itself, outside of a quotation, is refused (`check_numbers`, `check_prose`). So the rule "a number that is
+in no report is in no card" does not rest on care.
 """
 
 import json
@@ -15,28 +15,28 @@ from typing import Any
 import yaml
 
 
-BLANK = "_"  # no number, and true: a template takes the same branches
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"[^\W\d]\w*")  # a word that begins with a letter: `gsm8k`, `Q4_1`
 _FORM = re.compile(r",?(\.\d)?[dfg%]?")  # digits to show, and none to add
+_TAG = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", re.DOTALL)
+_TEXT = r"(\"[^\"{}]*\"|'[^'{}]*')"
+_QUOTATION = re.compile(rf"\{{\{{\s*\w+\.quote\({_TEXT}(,\s*({_TEXT}|tables\.\w+))?\)\s*\}}\}}")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or a part of one, that a card may quote.
+    """A file, or part of one, that a card may quote.
 
     Attributes:
         name (`str`): What messages call it.
-        data (`Any`): Its content, as JSON or YAML has it.
-        blank (`bool`, *optional*, defaults to `False`): Whether quotations are blank.
+        data (`Any`): Its content.
     """
 
     name: str
     data: Any
-    blank: bool = False
 
     def quote(self, path: str = "", form: str | Callable[[Any], str] = "") -> str:
-        """The only way of a number into a card.
+        """A value of the source, written out: the only way for a number into a card.
 
         Args:
             path (`str`, *optional*): Keys and list indices with dots between them, e.g. `settings.temperature`; by default
@@ -45,7 +45,7 @@ class Source:
                 the value alone.
 
         Raises:
-            ValueError: if there is nothing at `path`, or `form` is no plain format of a number.
+            ValueError: if there is nothing at `path`, or `form` is not a plain number format.
         """
         value = self.at(path)
         if value is None:
@@ -53,15 +53,8 @@ class Source:
         if not callable(form) and not _FORM.fullmatch(form):
             raise ValueError(f"`{self.name}`: `{path}` is quoted as {form!r}; a form is like `,`, `.2f` or `.1%`.")
         if not callable(form) and isinstance(value, dict | list):
-            raise ValueError(f"`{self.name}`: `{path}` is no single value; quote one within it.")
-        if self.blank:
-            return BLANK
+            raise ValueError(f"`{self.name}`: `{path}` is not a single value; quote a value within it.")
         return form(value) if callable(form) else format(value, form)
-
-    @property
-    def title(self) -> str:
-        """The name, as a card may show it."""
-        return BLANK if self.blank else self.name
 
     def has(self, path: str) -> bool:
         """Whether there is something at `path`."""
@@ -78,10 +71,6 @@ class Source:
             else:
                 return None
         return value
-
-    def blanked(self) -> "Source":
-        """The same source, of which every quotation is blank."""
-        return Source(self.name, self.data, blank=True)
 
 
 def read_source(path: Path) -> Source:
@@ -103,26 +92,41 @@ def read_source(path: Path) -> Source:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number that can be quoted")
+    raise ValueError(f"{name} is not a number that can be quoted")
 
 
-def check_quoted(skeleton: str) -> None:
-    """Refuse a text, rendered from blank sources, in which a number is left.
+def check_numbers(name: str, text: str) -> None:
+    """Refuse a text with a number outside of its Jinja tags.
 
-    Examples in fenced blocks are not read, and digits within a name that begins with a letter are no number.
+    Fenced blocks hold examples and are not read; digits within a name that begins with a letter are not a number.
 
     Raises:
         ValueError: names the lines, and says what to do.
     """
-    prose = _FENCE.sub("", skeleton)
+    prose = _TAG.sub("_", _FENCE.sub("", text))
     lines = [line.strip() for line in prose.splitlines() if any(map(_is_numeral, _NAME.sub(_without_name, line)))]
     if lines:
         raise ValueError(
-            "A number of a card comes out of a report, and these lines have one that does not: "
+            f"Every number of a card comes out of a report, and `{name}` has lines with a number that does not: "
             + "; ".join(f"`{line}`" for line in lines[:5])
             + '. Quote it, e.g. `{{ calibration.quote("num_samples", ",") }}`, or state it in `stated` of the facts file '
             'and write `{{ stated.quote("NAME") }}` in `training`.'
         )
+
+
+def check_prose(name: str, text: str) -> None:
+    """Refuse a text of an author that has numbers, or anything of Jinja but quotations: a loop need not end.
+
+    Raises:
+        ValueError: names the text, and what it may not have.
+    """
+    rest = _QUOTATION.sub("_", text)
+    if tag := re.search(r"\{[{%#].*", rest):
+        raise ValueError(
+            f'`{name}` of the card cannot be filled in: it may have `{{{{ SOURCE.quote("PATH", "FORM") }}}}` in it and '
+            f"nothing else of Jinja, got `{tag[0]}`."
+        )
+    check_numbers(name, rest)
 
 
 def _is_numeral(char: str) -> bool:
@@ -134,8 +138,8 @@ def _without_name(word: re.Match[str]) -> str:
 
 
 def slug(name: str) -> str:
-    """A name for files and tasks: small letters of any script, digits and underscores."""
+    """A name for files and tasks: lower-case letters of any script, digits and underscores."""
     return re.sub(r"[\W_]+", "_", name.lower()).strip("_") or "_"
 
 
-__all__ = ["BLANK", "Source", "check_quoted", "read_source", "slug"]
+__all__ = ["Source", "check_numbers", "check_prose", "read_source", "slug"]

@@ -1,6 +1,6 @@
-"""The tables and phrases of a model card: functions of a report, or of a part of one, and of nothing else.
+"""Tables and phrases of a model card, each a function of a report or of a part of one.
 
-A template names them as the form of a quotation: `evaluation.quote("", tables.acceptance)`.
+A template passes them as the form of a quotation: `evaluation.quote("", tables.acceptance)`.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ from training.evaluation.report import POOLED
 
 
 def acceptance(report: dict[str, Any]) -> str:
-    """Accepted length and conditional acceptance, by set and pooled."""
-    header = ["set", "prompts", "rounds", "accepted length", "drafts a round", "verify rate", "acceptance by position"]
+    """Acceptance length and acceptance rate by position, by set and pooled."""
+    header = ["set", "prompts", "rounds", "acceptance length", "drafts per round", "verify rate"]
+    header.append("acceptance rate by position")
     rows = []
     for name, part in _parts(report).items():
         figures = part["acceptance"]
@@ -25,8 +26,8 @@ def acceptance(report: dict[str, Any]) -> str:
 
 
 def speed(report: dict[str, Any]) -> str:
-    """Tokens a second with and without the drafter, by set and pooled; sets that were not timed are left out."""
-    header = ["set", "prompts", "plain tok/s", "assisted tok/s", "ratio", "95 % of the ratio"]
+    """Tokens per second with and without the drafter, by set and pooled; only of sets that were timed."""
+    header = ["set", "prompts", "plain tok/s", "assisted tok/s", "ratio", "95 % interval"]
     rows = []
     for name, part in _parts(report).items():
         if figures := part["speed"]:
@@ -49,19 +50,19 @@ def calibration(file: dict[str, Any]) -> str:
 def confidence(figures: dict[str, Any]) -> str:
     """Calibration errors on the prompts of an evaluation, as means over positions, and the ECE of exact predictions."""
     kinds = (("ece", "ECE", ".2%"), ("auc", "AUC", ".3f"), ("brier", "Brier score", ".4f"))
-    said = []
+    phrases = []
     for name, title, form in kinds:
         values = [
             means[name] for means in (figures["means"]["before"], figures["means"]["after"]) if means is not None
         ]
         if None not in values:
-            said.append(f"{title} {' -> '.join(format(value, form) for value in values)}")
+            phrases.append(f"{title} {' -> '.join(format(value, form) for value in values)}")
     floor = sum(figures["ece_floor"]) / len(figures["ece_floor"])
-    return f"{', '.join(said)}. On so many rounds, exact predictions would show an ECE of {floor:.2%}"
+    return f"{', '.join(phrases)}. With this number of rounds, exact predictions would show an ECE of {floor:.2%}"
 
 
 def decoding(temperature: float) -> str:
-    """How answers were made."""
+    """How answers were decoded."""
     return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
 
 

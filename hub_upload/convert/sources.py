@@ -1,12 +1,12 @@
-"""What a conversion reads: a drafter's checkpoint in any of the formats, and what its target's has to say to it.
+"""The sources of a conversion: a drafter's checkpoint in any known format, and its target.
 
-Only headers and small tensors are read here; the rest is streamed when it is written.
+Only headers and small tensors are read here; the rest is streamed while writing.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from hub_upload.convert.streaming import rows_piece
 from modeling_dspark import DSparkConfig, DSparkModel
 from modeling_dspark.formats.load import config_from, mismatches, read_config
 from modeling_dspark.formats.table import COPIES, DROPPED, detect
-from modeling_dspark.formats.tensors import DTYPES, StoredTensor, stored_tensors
+from modeling_dspark.formats.tensors import StoredTensor, stored_tensors
 
 
 CALIBRATION = "calibration.json"
@@ -33,9 +32,9 @@ class Checkpoint:
     Attributes:
         source (`str`): Folder or Hub id.
         kind (`str`): Name of its format.
-        config ([`DSparkConfig`]): As ours.
-        tensors (`dict[str, StoredTensor]`): The drafter's, by our names.
-        copies (`dict[str, StoredTensor]`): The target's embedding and LM head, where the file has them.
+        config ([`DSparkConfig`]): Its configuration.
+        tensors (`dict[str, StoredTensor]`): The drafter's tensors, by our names.
+        copies (`dict[str, StoredTensor]`): Copies of the target's embedding and LM head, if it has any.
         calibration (`bytes`, *optional*): Its `calibration.json`.
     """
 
@@ -50,7 +49,7 @@ class Checkpoint:
         """Target ids `[Vd]` of a reduced draft vocabulary, or `None`.
 
         Raises:
-            ValueError: if they are no distinct tokens of the target.
+            ValueError: if they are not distinct tokens of the target.
         """
         if self.config.draft_vocab_size is None:
             return None
@@ -65,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """What a conversion needs of a target: its name as given, fields of its config, and where its two matrices are."""
+    """The target of a conversion: its name as given, fields of its config, and its two matrices."""
 
     name: str
     architectures: list[str]
@@ -76,18 +75,18 @@ class Target:
 
 
 def open_checkpoint(source: str) -> Checkpoint:
-    """A drafter's checkpoint, found complete.
+    """Open a drafter's checkpoint and check that it is complete.
 
     Args:
-        source (`str`): Folder or Hub id, in any of the formats.
+        source (`str`): Folder or Hub id, in any known format.
 
     Raises:
-        ValueError: lists what does not fit.
+        ValueError: lists the problems.
     """
     try:
         raw, stored = read_config(source), stored_tensors(source)
     except OSError as error:
-        raise ValueError(f"`{source}` is no folder, and no repository that can be read: {error}") from error
+        raise ValueError(f"`{source}` is neither a folder nor a repository that can be read: {error}") from error
     kind = detect(raw, stored, source)
     if not stored:
         raise ValueError(f"`{source}` has no weights in safetensors files (`model.safetensors`).")
@@ -120,7 +119,7 @@ def _own_config(raw: dict[str, Any], stored: Mapping[str, StoredTensor], source:
 
 
 def _calibration(source: str, config: DSparkConfig) -> bytes | None:
-    """The content of `calibration.json`; its temperatures become those of a config that has none."""
+    """The content of `calibration.json`; a config without temperatures takes them from there."""
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     path = cached_file(source, CALIBRATION, **optional)
     if path is None:
@@ -136,7 +135,7 @@ def _calibration(source: str, config: DSparkConfig) -> bytes | None:
     if config.confidence_temperatures is None:
         if not config.enable_confidence_head or len(temperatures) != config.block_size:
             raise ValueError(
-                f"`{CALIBRATION}` of `{source}` has {len(temperatures)} temperatures, and the drafter "
+                f"`{CALIBRATION}` of `{source}` has {len(temperatures)} temperatures, but the drafter "
                 f"{config.block_size if config.enable_confidence_head else 'no'} confidences."
             )
         config.confidence_temperatures = temperatures
@@ -149,14 +148,14 @@ def _calibration(source: str, config: DSparkConfig) -> bytes | None:
 
 
 def open_target(name: str, config: DSparkConfig) -> Target:
-    """The target of a drafter.
+    """Open the target of a drafter.
 
     Args:
         name (`str`): `smollm2-135m-instruct`, a local folder or a Hub id.
         config ([`DSparkConfig`]): The drafter's configuration.
 
     Raises:
-        ValueError: if it does not fit the drafter, is quantised, or its embedding or LM head is not found.
+        ValueError: if it does not fit the drafter, is quantized, or has no embedding or LM head that can be found.
     """
     from training.common.targets import resolve_target
 
@@ -184,25 +183,24 @@ def _matrix(
     if len(found) != 1:
         raise ValueError(
             f"The target `{target}` has {len(found)} tensors in safetensors files whose name ends with "
-            f"{' or '.join(endings)}, expected one."
+            f"{' or '.join(endings)}, expected 1."
         )
     tensor = found[0]
     if tensor.dtype not in ("F32", "F16", "BF16", "F64"):
-        raise ValueError(f"The target `{target}` is quantised ({tensor.dtype}); give the original.")
+        raise ValueError(f"The target `{target}` is quantized ({tensor.dtype}); give the original.")
     if len(tensor.shape) != 2 or tensor.shape[0] < config.vocab_size or tensor.shape[1] != config.hidden_size:
         raise ValueError(
             f"The target `{target}` has a matrix of shape {list(tensor.shape)}, expected "
             f"[{config.vocab_size}, {config.hidden_size}]."
         )
-    rows = config.vocab_size  # rows beyond the vocabulary are padding
-    return tensor._replace(shape=(rows, tensor.shape[1]), stop=tensor.start + rows * tensor.row_bytes)
+    return replace(tensor, shape=(config.vocab_size, config.hidden_size))  # rows beyond the vocabulary are padding
 
 
 def check_copies(checkpoint: Checkpoint, target: Target) -> None:
     """Compare the copies of the target's matrices in a checkpoint with the target's own.
 
     Raises:
-        ValueError: if one differs, so that it has been trained, or is another target's.
+        ValueError: if a copy differs: it was trained, or is another target's.
     """
     ids = checkpoint.draft_token_ids()
     for name, theirs in (("embed_tokens.weight", target.embedding), ("lm_head.weight", target.head)):
@@ -211,14 +209,13 @@ def check_copies(checkpoint: Checkpoint, target: Target) -> None:
             continue
         rows = ids.tolist() if name == "lm_head.weight" and ids is not None else range(copy.shape[0])
         for first in range(0, copy.shape[0], _ROWS_AT_ONCE):
-            part = rows_piece(name, theirs, rows[first : first + _ROWS_AT_ONCE])
-            ours = copy.read(rows=(first, first + part.shape[0]))
-            original = torch.frombuffer(bytearray().join(part.chunks()), dtype=DTYPES[part.dtype]).reshape(part.shape)
+            part = rows[first : first + _ROWS_AT_ONCE]
+            ours, original = copy.read(range(first, first + len(part))), theirs.read(part)
             if not torch.equal(ours, original.to(ours.dtype)):
                 raise ValueError(
                     f"`{name}` of `{checkpoint.source}` is not that of the target `{target.name}`. A drafter borrows the "
-                    "target's embedding and LM head, so one with its own, trained, cannot be converted. If the target is "
-                    "the wrong one, give the right one with `--target`."
+                    "target's embedding and LM head, so a drafter that trained its own cannot be converted. If this is the "
+                    "wrong target, give the right one with `--target`."
                 )
 
 

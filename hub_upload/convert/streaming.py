@@ -1,6 +1,7 @@
-"""Write a safetensors file tensor by tensor, never holding more than a part of one in memory.
+"""Write a safetensors file tensor by tensor, a few megabytes at a time.
 
-The bytes are those that `safetensors` itself would write for the same tensors.
+`safetensors` itself writes tensors that are in memory as a whole, mapped or not, and a checkpoint may not fit there. The
+bytes here are those that it would write.
 """
 
 import json
@@ -8,59 +9,55 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from modeling_dspark.formats.tensors import DTYPES, StoredTensor
+from modeling_dspark.formats.tensors import StoredTensor
 
 
-_METADATA = {"format": "pt"}  # what Transformers asks for
-# safetensors puts tensors of later dtypes of this list first, and those of one dtype by name.
-_ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
-_ROWS_BYTES = 4 * 2**20
+# In the order of a file: safetensors sorts tensors by alignment and dtype first, then by name.
+DTYPES = {
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to be written: its name, its dtype as safetensors names it, its shape, and its bytes in parts."""
+    """A tensor to be written: its name, its dtype as safetensors names it, its shape, and its values in parts."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: Callable[[], Iterator[bytes]]
+    parts: Callable[[], Iterator[torch.Tensor]]
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def stored_piece(name: str, tensor: StoredTensor) -> Piece:
-    """A tensor of a file, as it is."""
-    return Piece(name, tensor.dtype, tensor.shape, tensor.chunks)
+def stored_piece(name: str, tensor: StoredTensor, rows: Sequence[int] | None = None) -> Piece:
+    """A tensor of a file as it is, or some of its rows in the order given."""
+    shape = tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
+    return Piece(name, tensor.dtype, shape, lambda: tensor.parts(rows))
 
 
 def small_piece(name: str, tensor: torch.Tensor) -> Piece:
     """A tensor in memory."""
     dtype = next(text for text, dtype in DTYPES.items() if dtype == tensor.dtype)
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return Piece(name, dtype, tuple(tensor.shape), lambda: iter((data,)))
-
-
-def rows_piece(name: str, tensor: StoredTensor, rows: Sequence[int]) -> Piece:
-    """Some rows of a matrix of a file, in the order given."""
-
-    def chunks() -> Iterator[bytes]:
-        at_once = max(1, _ROWS_BYTES // max(1, tensor.row_bytes))
-        with tensor.path.open("rb") as file:
-            for first in range(0, len(rows), at_once):
-                yield b"".join(_row(file, tensor, row) for row in rows[first : first + at_once])
-
-    return Piece(name, tensor.dtype, (len(rows), *tensor.shape[1:]), chunks)
+    return Piece(name, dtype, tuple(tensor.shape), lambda: iter((tensor,)))
 
 
 def cast_piece(piece: Piece, dtype: str) -> Piece:
-    """A piece in another floating-point dtype, rounded to the nearest; one that holds no floating-point numbers as it is.
+    """A piece rounded to another floating-point dtype; one that holds no floating-point numbers stays as it is.
 
     Raises:
         ValueError: when it is read, if a finite number is too large for `dtype`.
@@ -69,20 +66,14 @@ def cast_piece(piece: Piece, dtype: str) -> Piece:
     if not before.is_floating_point or before == after:
         return piece
 
-    def chunks() -> Iterator[bytes]:
-        for part in piece.chunks():  # of whole numbers: parts of files are multiples of 8 bytes, up to the last
-            numbers = torch.frombuffer(bytearray(part), dtype=before)
-            rounded = numbers.to(after)
-            if (rounded.isinf() & numbers.isfinite()).any():
+    def parts() -> Iterator[torch.Tensor]:
+        for part in piece.parts():
+            rounded = part.to(after)
+            if (rounded.isinf() & part.isfinite()).any():
                 raise ValueError(f"The tensor `{piece.name}` has numbers that are too large for {after}.")
-            yield rounded.view(torch.uint8).numpy().tobytes()
+            yield rounded
 
-    return Piece(piece.name, dtype, piece.shape, chunks)
-
-
-def _row(file: BinaryIO, tensor: StoredTensor, row: int) -> bytes:
-    file.seek(tensor.start + row * tensor.row_bytes)
-    return file.read(tensor.row_bytes)
+    return Piece(piece.name, dtype, piece.shape, parts)
 
 
 def write_safetensors(path: Path, pieces: Iterable[Piece], advance: Callable[[int], object] = lambda _: None) -> None:
@@ -94,10 +85,10 @@ def write_safetensors(path: Path, pieces: Iterable[Piece], advance: Callable[[in
         advance (callable, *optional*): Called with the number of bytes of each part written.
 
     Raises:
-        ValueError: if a tensor has a dtype that is not known here, or other bytes than its shape says.
+        ValueError: if a tensor has a dtype that cannot be written.
     """
-    ordered = sorted(pieces, key=lambda piece: (-_rank(piece), piece.name))
-    header: dict[str, object] = {"__metadata__": _METADATA}
+    ordered = sorted(pieces, key=lambda piece: (_rank(piece), piece.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # Transformers insists on it
     start = 0
     for piece in ordered:
         stop = start + piece.num_bytes
@@ -108,19 +99,17 @@ def write_safetensors(path: Path, pieces: Iterable[Piece], advance: Callable[[in
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for piece in ordered:
-            written = 0
-            for part in piece.chunks():
-                file.write(part)
-                written += len(part)
-                advance(len(part))
-            if written != piece.num_bytes:
-                raise ValueError(f"The tensor `{piece.name}` has {written} bytes, and its shape {piece.num_bytes}.")
+            for part in piece.parts():
+                file.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
+                advance(part.nbytes)
 
 
 def _rank(piece: Piece) -> int:
-    if piece.dtype not in _ORDER:
-        raise ValueError(f"The tensor `{piece.name}` has the dtype {piece.dtype}, which is not written here.")
-    return _ORDER.index(piece.dtype)
+    if piece.dtype not in DTYPES:
+        raise ValueError(
+            f"The tensor `{piece.name}` has dtype {piece.dtype}; only {', '.join(DTYPES)} can be written."
+        )
+    return list(DTYPES).index(piece.dtype)
 
 
-__all__ = ["Piece", "cast_piece", "rows_piece", "small_piece", "stored_piece", "write_safetensors"]
+__all__ = ["Piece", "cast_piece", "small_piece", "stored_piece", "write_safetensors"]

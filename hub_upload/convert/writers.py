@@ -1,7 +1,7 @@
-"""The formats that a conversion writes: what goes into `config.json` and which tensors, from a drafter's checkpoint.
+"""The formats that a conversion writes: `config.json` and tensors, from a drafter's checkpoint.
 
-A config is the inverse of the reader's table (`modeling_dspark/formats/table.py`), and what the format wants besides.
-What a format cannot hold is refused; what its readers make no use of is said.
+A config inverts the reader's table (`modeling_dspark/formats/table.py`) and adds what the format requires. A field that a
+format cannot represent is an error; a field that its readers ignore is noted.
 """
 
 import json
@@ -13,20 +13,20 @@ import torch
 import transformers
 
 from hub_upload.convert.sources import Checkpoint, Target
-from hub_upload.convert.streaming import Piece, rows_piece, small_piece, stored_piece
+from hub_upload.convert.streaming import Piece, small_piece, stored_piece
 from modeling_dspark import DSparkConfig
 from modeling_dspark.formats.table import DEEPSPEC_ROWS, HEAD_FIELDS, LAYER_FIELDS, OWN_FIELDS, SPECULATORS, Format
 from modeling_dspark.formats.translate import scales
 
 
-SPECULATORS_VERSION = "0.9.0"  # whose files were looked at, and which reads ours in the tests
+SPECULATORS_VERSION = "0.9.0"  # the release that the tests read our files with
 _QWEN3 = {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
 _ELSEWHERE = {"block_size", "sample_from_anchor", "target_layer_ids", "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What is to be written: `config.json`, the tensors, and what the user should know."""
+    """What to write: `config.json`, the tensors, and notes for the user."""
 
     config: Mapping[str, Any]
     pieces: list[Piece]
@@ -36,25 +36,25 @@ class Draft:
 def to_dspark(checkpoint: Checkpoint, _target: Target | None) -> Draft:
     """This project's format: the drafter's tensors alone."""
     config = json.loads(checkpoint.config.to_json_string())
-    config.pop("auto_map", None)  # of the code that came with it; a package has its own
+    config.pop("auto_map", None)  # `package` adds that of its own code
     return Draft(config | {"architectures": ["DSparkModel"]}, _own_pieces(checkpoint))
 
 
 def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
     """DeepSpec's format, which vLLM and SGLang load: a flat config, and copies of the target's matrices."""
     config, ids = checkpoint.config, checkpoint.draft_token_ids()
-    kind = next((kind for kind in DEEPSPEC_ROWS if not _not_held(config, kind)), DEEPSPEC_ROWS[-1])
-    problems = _not_held(config, kind)
+    kind = next((kind for kind in DEEPSPEC_ROWS if not _not_represented(config, kind)), DEEPSPEC_ROWS[-1])
+    problems = _not_represented(config, kind)
     if kind.fixed and target is None:
-        problems.append("the target's `final_logit_softcapping` has to be in it; give the target with `--target`")
+        problems.append("it needs the target's `final_logit_softcapping`; give the target with `--target`")
     if not config.sample_from_anchor:
-        problems.append("the older layout (`sample_from_anchor=False`): in it, the anchor's position always drafts")
+        problems.append(
+            "the older layout (`sample_from_anchor=False`), since the anchor's position always drafts in it"
+        )
     if config.num_target_layers is None:
         problems.append("`num_target_layers` is not known; give the target with `--target`")
     if ids is not None and target is None:
-        problems.append(
-            "the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`"
-        )
+        problems.append("it needs the LM head's rows of a reduced draft vocabulary; give the target with `--target`")
     _refuse("DeepSpec", problems)
     raw = _inverse(kind, config) | _layers(config) | {"architectures": list(kind.architectures), "num_anchors": 512}
     raw |= _gemma4(config, target) if kind.fixed else _QWEN3
@@ -67,13 +67,11 @@ def to_deepspec(checkpoint: Checkpoint, target: Target | None) -> Draft:
 def to_speculators(checkpoint: Checkpoint, target: Target | None) -> Draft:
     """speculators' format: nested config; with a reduced vocabulary also the LM head's rows, `d2t` and `t2d`."""
     config, ids = checkpoint.config, checkpoint.draft_token_ids()
-    problems = _not_held(config, SPECULATORS)
+    problems = _not_represented(config, SPECULATORS)
     if config.target_name_or_path is None and target is None:
-        problems.append("the name of the target has to be in it; give it with `--target`")
+        problems.append("it needs the name of the target; give it with `--target`")
     if ids is not None and target is None:
-        problems.append(
-            "the LM head's rows for a reduced draft vocabulary have to be in it; give the target with `--target`"
-        )
+        problems.append("it needs the LM head's rows of a reduced draft vocabulary; give the target with `--target`")
     if ids is not None and not torch.equal(ids, ids.sort().values):
         problems.append("the tokens of the draft vocabulary are not in ascending order, as `t2d` has them")
     if target is not None and scales(target.architectures):
@@ -113,8 +111,8 @@ def _refuse(name: str, problems: list[str]) -> None:
         raise ValueError(f"This drafter cannot be written in {name}'s format: {'; '.join(problems)}.")
 
 
-def _not_held(config: DSparkConfig, kind: Format) -> list[str]:
-    """Fields of ours that a format has no place for, where they are not what it takes for granted."""
+def _not_represented(config: DSparkConfig, kind: Format) -> list[str]:
+    """Our fields that a format cannot represent and whose values differ from those it implies."""
     held = {*LAYER_FIELDS, *HEAD_FIELDS, *OWN_FIELDS, *_ELSEWHERE}
     granted = DSparkConfig().to_dict() | dict(kind.fixed)
     names = [name for name in DSparkConfig.__annotations__ if name not in held]
@@ -126,7 +124,7 @@ def _not_held(config: DSparkConfig, kind: Format) -> list[str]:
 
 
 def _inverse(kind: Format, config: DSparkConfig) -> dict[str, Any]:
-    """A config from which the reader's table gives ours back."""
+    """A config that the reader's table turns back into ours."""
     ids: list[int] = config.target_layer_ids  # type: ignore[assignment]  # filled in by the config
     raw: dict[str, Any] = {}
     for name in (*LAYER_FIELDS, *HEAD_FIELDS, *OWN_FIELDS):
@@ -144,7 +142,7 @@ def _put(raw: dict[str, Any], kind: Format, name: str, value: Any) -> None:
 
 
 def _layers(config: DSparkConfig) -> dict[str, Any]:
-    """What a config of Transformers has besides, since the other readers build their layers from one."""
+    """Further fields of a Transformers config, from which the other readers build their layers."""
     rope = config.rope_parameters or {}
     return {
         "layer_types": ["full_attention"] * config.num_hidden_layers,
@@ -156,7 +154,7 @@ def _layers(config: DSparkConfig) -> dict[str, Any]:
 
 
 def _gemma4(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
-    """What a Gemma 4 config has besides: the same for all layers, and the soft cap of the target's logits."""
+    """Further fields of a Gemma 4 config: equal layers, and the soft cap of the target's logits."""
     heads = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
     absent = {"enable_moe_block": False, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0}
     return {
@@ -189,9 +187,7 @@ def _own_pieces(checkpoint: Checkpoint) -> list[Piece]:
 
 
 def _head(target: Target, ids: torch.Tensor | None) -> Piece:
-    if ids is None:
-        return stored_piece("lm_head.weight", target.head)
-    return rows_piece("lm_head.weight", target.head, ids.tolist())
+    return stored_piece("lm_head.weight", target.head, None if ids is None else ids.tolist())
 
 
 def _general_notes(config: DSparkConfig, who: str) -> list[str]:
@@ -205,18 +201,18 @@ def _deepspec_notes(config: DSparkConfig, *, with_copies: bool) -> list[str]:
     if not with_copies:
         notes.append(
             "Without `--target` the target's embedding and LM head are not in it: vLLM and SGLang take them from the "
-            "target, DeepSpec itself does not load the drafter."
+            "target, and DeepSpec itself does not load the drafter."
         )
     if config.markov_rank == 0:
         notes.append(
-            "`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM at best (docs/guides/serve_elsewhere.md), SGLang not."
+            "`markov_rank` is 0 (plain DFlash): DeepSpec reads it, vLLM may (docs/guides/serve_elsewhere.md), SGLang does not."
         )
     elif config.markov_head_type != "vanilla":
-        notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads `vanilla` alone.")
+        notes.append(f"The sequential head is `{config.markov_head_type}`: vLLM reads only `vanilla`.")
     if not config.enable_confidence_head:
         notes.append(
-            "There is no confidence head: SGLang serves it in `static` mode alone, vLLM verifies whole blocks or estimates "
-            "acceptance by itself."
+            "There is no confidence head: SGLang serves it in `static` mode only; vLLM verifies whole blocks or estimates "
+            "acceptance itself."
         )
     elif not config.confidence_head_with_markov:
         notes.append("The confidence head reads no Markov embedding: SGLang before 0.5.23 may refuse it.")

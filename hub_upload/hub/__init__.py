@@ -1,1 +1,1 @@
-"""Push a package to the Hub and verify it there."""
+"""Push a package to the Hub, and verify it there."""

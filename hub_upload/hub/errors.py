@@ -1,4 +1,4 @@
-"""What went wrong at the Hub, in one line with a way out; and which errors may pass if one waits."""
+"""Errors of the Hub in one line with a way out, and another attempt after those that may pass."""
 
 import json
 import logging
@@ -20,20 +20,20 @@ from huggingface_hub.errors import (
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-# The base class of all errors of the HTTP library that huggingface_hub was built on, whichever that is.
+# The base class of all errors of the HTTP library under huggingface_hub, whichever that is.
 HTTPError: type[Exception] = HfHubHTTPError.__mro__[1]
 HUB_ERRORS = (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, HFValidationError)
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
-GARBLED = (KeyError, TypeError, AttributeError)  # what huggingface_hub raises if an answer is not what it reads
+GARBLED = (KeyError, TypeError, AttributeError)  # raised by huggingface_hub for an answer in an unexpected form
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _BY_STATUS = {
     401: f"the Hub does not accept the token: {_LOGIN} to a valid one",
-    403: "the token may not do this: it needs write access to `{repo_id}`, and you the right to write there",
-    404: "`{repo_id}` is not there, or the token may not see it: check the name",
+    403: "the token may not do this: you and the token need write access to `{repo_id}`",
+    404: "`{repo_id}` does not exist, or the token may not see it: check the name",
     409: "`{repo_id}` is in use for something else: {detail}; choose another name",
-    412: "`{repo_id}` was changed by somebody else meanwhile; look at it, then run the command again",
+    412: "`{repo_id}` was changed by somebody else meanwhile; look at the change, then run the command again",
     413: "a file is too large for the Hub: {detail}",
     429: "the Hub asks for fewer requests; wait some minutes, then run the command again",
 }
@@ -42,7 +42,7 @@ _BY_STATUS = {
 def explain(error: Exception, repo_id: str) -> str:
     """One line for an error of `huggingface_hub`, with what to do about it."""
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it"
+        return "HF_HUB_OFFLINE is set, which forbids access to the Hub; unset it"
     if isinstance(error, LocalTokenNotFoundError):
         return f"you are not logged in to the Hub: {_LOGIN}"
     if isinstance(error, HFValidationError):
@@ -74,7 +74,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def patiently(call: Callable[[], Result]) -> Result:
-    """Call what may be repeated without harm, again after each transient error, up to `len(WAITS)` times more."""
+    """Call an idempotent function, and again after each transient error, up to `len(WAITS)` more times."""
     for wait in WAITS:
         try:
             return call()
@@ -92,7 +92,7 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 
 def garbled(error: Exception) -> ValueError:
-    """What to raise for an answer that is none of the Hub's."""
+    """The error for an answer that did not come from the Hub."""
     return ValueError(
         f"{constants.ENDPOINT} answers, but not as the Hub does ({type(error).__name__}: {_first_line(error)}); check "
         "HF_ENDPOINT, and whether a proxy or a login page is in between"
@@ -100,7 +100,7 @@ def garbled(error: Exception) -> ValueError:
 
 
 def announce(error: Exception, wait: float) -> None:
-    """Say that there will be another attempt."""
+    """Log that there will be another attempt."""
     status = _status(error)
     logger.warning(f"{f'HTTP {status}' if status else _first_line(error)}: trying again in {wait:.0f} s")
 

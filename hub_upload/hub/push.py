@@ -1,11 +1,11 @@
-"""Push a package to the Hub: checked first, then one commit, then what the Hub holds is compared, and the tag comes last.
+"""Push a package to the Hub: check it, make one commit, compare what arrived, and set the tag last.
 
-The commit is atomic and names its parent: a push that breaks leaves the branch as it was, and one that meets another's
-commit is refused. Large files go first; those that arrived are not sent again by the next attempt. The token is that of
-huggingface_hub's login; nothing here asks for one, keeps one or prints one.
+The commit is atomic and names its parent: a broken push leaves the branch as it was, and a push on top of somebody else's
+commit is refused. Large files go first, and the next attempt does not send again what arrived. The token is that of
+huggingface_hub's login; nothing here asks for a token, keeps or prints it.
 
-`create_commit` and not `upload_folder`: where hf_xet is installed, that of huggingface_hub 2.4 uploads and commits in
-batches, so that a push that breaks between two of them leaves half a package on the branch.
+`create_commit` and not `upload_folder`: with hf_xet, the latter (huggingface_hub 2.4) commits in batches, so a push that breaks
+between two of them leaves half a package on the branch.
 """
 
 import hashlib
@@ -25,16 +25,14 @@ from hub_upload.package.contents import REQUIRED, foreign_files, is_package_file
 from hub_upload.package.scan import scan
 
 
-STALLED = (
-    120.0  # seconds without a byte after which a connection counts as broken; huggingface_hub itself waits forever
-)
+STALLED = 120.0  # seconds without a byte before a connection counts as broken; huggingface_hub itself waits forever
 
 
 @dataclass(frozen=True)
 class PackageFile:
-    """A file to push: where it is, its name in the repository, its size in bytes, and the ids the Hub may give it.
+    """A file to push: its path, its name in the repository, its size in bytes, and the ids the Hub may give it.
 
-    `oids` are git's, which small files have, and the SHA-256, which large ones have.
+    `oids` are git's id, which the Hub uses for small files, and the SHA-256, for large ones.
     """
 
     path: Path
@@ -44,7 +42,7 @@ class PackageFile:
 
     @classmethod
     def read(cls, path: Path, name: str) -> "PackageFile":
-        """Describe a file; it is read in pieces."""
+        """Describe a file, read in pieces."""
         size = path.stat().st_size
         git, sha256 = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), hashlib.sha256()
         with path.open("rb") as file:
@@ -56,7 +54,7 @@ class PackageFile:
 
 @dataclass(frozen=True)
 class Remote:
-    """A repository as it is: its newest commit, the ids of its files, its tags, and whether it is private."""
+    """A repository: its newest commit, the ids of its files, its tags, and whether it is private."""
 
     head: str
     files: dict[str, str]
@@ -66,7 +64,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did: the commit, whether it is a new one, and what was removed with it."""
+    """The result of a push: the commit, whether it is new, and the files it removed."""
 
     commit: str
     url: str
@@ -75,16 +73,16 @@ class Pushed:
 
 
 def checked_files(folder: str | Path) -> list[PackageFile]:
-    """The files of a package, none of which must stay private.
+    """The files of a package, once none of them is found to be private.
 
     Args:
-        folder (`str` or `Path`): What `python -m hub_upload package` wrote.
+        folder (`str` or `Path`): Made by `python -m hub_upload package`.
 
     Returns:
         `list[PackageFile]`: sorted by name.
 
     Raises:
-        ValueError: if it is no package, or holds what no package has or what must not be published; lists all of it.
+        ValueError: if it is not a package, or holds files that no package has or that must not be published; lists them.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -97,9 +95,9 @@ def checked_files(folder: str | Path) -> list[PackageFile]:
             f"`folder`: `{root}` is not a package, since it has no {', '.join(missing)}; make one with "
             f"`python -m hub_upload package {root} OUTPUT`."
         )
-    problems = [f"{name}: no package has this file" for name in foreign_files(names)]
+    problems = [f"{name}: not a file of a package" for name in foreign_files(names)]
     real = [name for name in names if paths[name].is_file() and not paths[name].is_symlink()]
-    problems += [f"{name}: a link, or no regular file" for name in names if name not in real]
+    problems += [f"{name}: a link, or not a regular file" for name in names if name not in real]
     problems += [finding for name in real for finding in scan(paths[name], name)]
     if problems:
         raise ValueError(
@@ -120,8 +118,8 @@ def push(
     """Make a repository hold exactly these files.
 
     Args:
-        files (`Sequence[PackageFile]`): What `checked_files` returned.
-        repo_id (`str`): `owner/name`; created if it is not there.
+        files (`Sequence[PackageFile]`): From `checked_files`.
+        repo_id (`str`): `owner/name`; created if it does not exist.
         public (`bool`, *optional*, defaults to `False`): Whether a new repository can be seen by everybody.
         tag (`str`, *optional*): A tag for the commit. Tags are not moved.
         keep_others (`bool`, *optional*, defaults to `False`): Push beside files that no package has.
@@ -131,8 +129,8 @@ def push(
         `Pushed`: the commit. An earlier package's files that this one lacks are removed in it.
 
     Raises:
-        ValueError: if the repository is not as expected; says how.
-        HfHubHTTPError: what the Hub refused; see `hub_upload.hub.errors.explain`.
+        ValueError: if the repository is not as expected; names the difference.
+        HfHubHTTPError: for a refusal of the Hub; see `hub_upload.hub.errors.explain`.
     """
     check_repo_id(repo_id)
     if get_token() is None:
@@ -163,7 +161,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def remote(api: HfApi, repo_id: str, revision: str | None = None) -> Remote:
-    """The repository as it is at a revision (`main` if not given).
+    """The repository at a revision (`main` by default).
 
     Raises:
         ValueError: if it has another name by now.
@@ -236,7 +234,7 @@ def _commit(
             if wait is None or not is_transient(error):
                 raise
             announce(error, wait)
-        except RuntimeError as error:  # hf_xet's own, of which huggingface_hub knows nothing
+        except RuntimeError as error:  # raised by hf_xet, unknown to huggingface_hub
             raise OSError(f"the upload broke ({error}); run the command again, or set HF_HUB_DISABLE_XET=1") from error
         time.sleep(wait)
         now = patiently(lambda: remote(api, repo_id))
@@ -249,7 +247,7 @@ def _check_arrived(files: Sequence[PackageFile], found: Remote, repo_id: str) ->
     if not _holds(files, found):
         raise ValueError(
             f"`{repo_id}` at {found.head[:8]} is not what was pushed: somebody else changed it meanwhile. It was not tagged; "
-            "look at it, then run the command again."
+            "look at the change, then run the command again."
         )
 
 

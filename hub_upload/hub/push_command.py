@@ -1,4 +1,4 @@
-"""What `python -m hub_upload push` prints, and its exit status: 0, 2 for what the user can change, 130 for Ctrl-C."""
+"""Output of `python -m hub_upload push`, and its exit status: 0, 2 for errors that the user can correct, 130 for Ctrl-C."""
 
 import re
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def run(
         check_repo_id(repo_id)
         _print_files(files)
         if others := _others_in_card(files, repo_id):
-            typer.echo(f"note: the card loads `{others[0]}`, not `{repo_id}`: a stranger would copy that.", err=True)
-            typer.echo("      Set `repo_id` in facts.yaml and package again, or edit a card of your own.", err=True)
+            typer.echo(f"note: the card loads `{others[0]}`, not `{repo_id}`: users would copy that.", err=True)
+            typer.echo("      Set `repo_id` in facts.yaml and package again, or edit your own card.", err=True)
         if dry_run:
             _print_plan(repo_id, public=public, tag=tag)
             return 0
@@ -29,14 +29,14 @@ def run(
     except (OSError, ValueError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        typer.echo("Interrupted. The branch is as it was; run the command again to go on.", err=True)
+        typer.echo("Interrupted. The branch is as it was; run the command again to continue.", err=True)
         return 130
     _print_pushed(pushed, repo_id, tag)
     return 0
 
 
 def _others_in_card(files: Sequence[PackageFile], repo_id: str) -> list[str]:
-    """The repositories from which the snippets of the card load the drafter, if this one is not among them."""
+    """The repositories from which the card's snippets load the drafter, unless this one is among them."""
     text = "".join(file.path.read_text(encoding="utf-8") for file in files if file.name == "README.md")
     names = re.findall(r"\bAutoModel\.from_pretrained\(\s*[\"']([^\"'\n]+)", text)
     return [] if repo_id in names else names
@@ -58,10 +58,10 @@ def _print_files(files: list[PackageFile]) -> None:
 def _print_plan(repo_id: str, *, public: bool, tag: str | None) -> None:
     visible = "public" if public else "private"
     typer.echo(
-        f"Dry run: nothing was sent. It would create `{repo_id}` ({visible}) if it is not there, and make one commit"
+        f"Dry run: nothing was sent. It would create `{repo_id}` ({visible}) if it does not exist, and make one commit"
     )
     typer.echo(
-        f"with these files{f', tagged `{tag}`' if tag else ''}; files of an earlier package that are not here would go."
+        f"with these files{f', tagged `{tag}`' if tag else ''}; files of an earlier package that this one lacks would be removed."
     )
 
 

@@ -1,4 +1,4 @@
-"""What `verify` looks at: a local folder, or a repository at one commit, of which each file is found to be the Hub's."""
+"""The subject of `verify`: a local folder, or a repository at one commit, each file of which is the Hub's."""
 
 import re
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from hub_upload.hub.push import STALLED, PackageFile, check_repo_id, remote
 @dataclass(frozen=True)
 class Subject:
     """Attributes:
-    folder (`Path`): Where the files are.
-    name (`str`): What the drafter is loaded by: the folder, or the repository.
+    folder (`Path`): The folder with the files.
+    name (`str`): The name for `from_pretrained`: the folder, or the repository.
     commit (`str`, *optional*): The commit of the repository.
     check (`Check`): Whether these are the files of that commit.
     """
@@ -31,10 +31,10 @@ def find_subject(name: str, revision: str | None) -> Subject:
 
     Args:
         name (`str`): A folder, or `owner/name`.
-        revision (`str`, *optional*): Branch, tag or commit of a repository; `main` if not given.
+        revision (`str`, *optional*): Branch, tag or commit of a repository; `main` by default.
 
     Raises:
-        ValueError: if there is neither such a folder nor such a name, or a folder is given a revision.
+        ValueError: if there is no such folder and this is not a repository's name, or if a folder comes with a revision.
     """
     if Path(name).is_dir():
         if revision is not None:

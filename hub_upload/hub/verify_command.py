@@ -1,4 +1,4 @@
-"""What `python -m hub_upload verify` prints, and its exit status: 0 passed, 1 failed, 2 could not check, 130 for Ctrl-C."""
+"""Output of `python -m hub_upload verify`, and its exit status: 0 passed, 1 failed, 2 could not check, 130 for Ctrl-C."""
 
 import typer
 
@@ -12,23 +12,21 @@ def run(
     settings: Settings,
     *,
     revision: str | None,
-    report: str | None,
     accept_code: str | None,
     dry_run: bool = False,
 ) -> int:
-    """Check, print a row for each finding and the verdict; returns the exit status."""
+    """Check, print a row per check and the verdict; returns the exit status."""
     rows: list[Check] = []
-    options = {"revision": revision, "report": report, "accepted_code": accept_code}
     try:
-        for check in verify(name, settings, **options, dry_run=dry_run):
+        for check in verify(name, settings, revision=revision, accepted_code=accept_code, dry_run=dry_run):
             rows.append(check)
-            typer.echo(f"{check.verdict:<5} {check.name:<16} {_one_line(check.said)}")
+            typer.echo(f"{check.verdict:<5} {check.name:<18} {_one_line(check.message)}")
     except HUB_ERRORS as error:
         return _stop(f"error: {explain(error, name)}", 2)
     except (OSError, ValueError) as error:
         return _stop(f"error: {error}", 2)
     except KeyboardInterrupt:
-        return _stop("Interrupted; there is no verdict.", 130)
+        return _stop("Interrupted before a verdict.", 130)
     failed = [row.name for row in rows if row.verdict == FAIL]
     still_open = [row.name for row in rows if row.verdict == OPEN]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
@@ -41,7 +39,7 @@ def run(
 
 
 def _one_line(text: str) -> str:
-    """What is said of a file may have its words in it, which must not look like a row of the verdict."""
+    """A message may quote a file, whose words must not look like a row of the output."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 

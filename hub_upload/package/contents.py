@@ -1,6 +1,6 @@
-"""What a package may hold, by name; nothing else is pushed, and nothing else is taken for ours on the Hub.
+"""Names of the files that a package may hold: text, and one file of weights. No other file is pushed.
 
-Everything here is text or one file of weights. This module opens no file and needs neither torch nor a network.
+This module opens no file and needs neither torch nor a network.
 """
 
 import re
@@ -13,7 +13,7 @@ _PATTERNS = (
     r"README\.md",
     r"model\.safetensors",
     r"(compat|model|target|fused|schedule|draft|engine|generate)_\w+\.py",
-    r"[a-z]\w*_dspark\.py",  # packages of 0.1 have this ending everywhere
+    r"[a-z]\w*_dspark\.py",  # the code of packages of 0.1
     r"custom_generate/generate\.py",
     r"calibration\.json",
     r"cost_profile\.json",
@@ -22,7 +22,7 @@ _PATTERNS = (
     r"(images/)?[\w-]+\.png",
     r"LICENSE",
 )
-_FROM_THE_HUB = (".gitattributes",)  # which it makes itself in each repository
+_FROM_THE_HUB = (".gitattributes",)  # the Hub adds it to each repository
 
 
 def is_package_file(path: str) -> bool:
@@ -31,7 +31,7 @@ def is_package_file(path: str) -> bool:
 
 
 def foreign_files(paths: Iterable[str]) -> list[str]:
-    """Those that no package has, sorted; what the Hub puts into a repository by itself does not count."""
+    """The paths that no package has, sorted, except files that the Hub adds by itself."""
     return sorted(path for path in paths if not is_package_file(path) and path not in _FROM_THE_HUB)
 
 

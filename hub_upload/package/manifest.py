@@ -1,4 +1,4 @@
-"""`files.json` of a package: size and SHA-256 of every other file, so that weights and code can be checked as published."""
+"""`files.json` of a package: size and SHA-256 of every other file, to check that weights and code are as published."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ FORMAT = 1
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """Describe the files of a folder, but for a manifest; the same for the same files."""
+    """The content of a folder's manifest: its files, except the manifest itself. Equal files give equal manifests."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {
         path.relative_to(folder).as_posix(): {"sha256": checksum(path), "size": path.stat().st_size} for path in paths
@@ -26,7 +26,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file by name, as the manifest of a folder has it.
+    """SHA-256 of every file by name, as stated by the manifest of a folder.
 
     Raises:
         ValueError: if it cannot be read.
@@ -34,11 +34,11 @@ def read_manifest(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
-        files = {name: each["sha256"] for name, each in written["files"].items()}
+        files = {name: entry["sha256"] for name, entry in written["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"`{path}` is no manifest: {error!r}.") from error
+        raise ValueError(f"`{path}` is not a manifest: {error!r}.") from error
     if written.get("format") != FORMAT:
-        raise ValueError(f"`{path}` is no manifest of format {FORMAT}.")
+        raise ValueError(f"`{path}` is not a manifest of format {FORMAT}.")
     return files
 
 

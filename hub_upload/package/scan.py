@@ -1,6 +1,6 @@
-"""What must not be published: secrets, pickles, and paths of somebody's machine. Reads files; talks to no network.
+"""Find what must not be published: secrets, pickles, and paths of somebody's machine.
 
-A finding names the file, the line and the kind of the thing, never the thing itself: what is printed ends up in logs.
+A finding names file, line and kind, never the secret itself, since output ends up in logs.
 """
 
 import base64
@@ -28,20 +28,20 @@ _LOCAL_PATH = re.compile(
     rb"|\b[A-Za-z]:\\{1,2}(Users|Documents)\\"
 )
 _PICKLE_NAMES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
-_ZIP = b"PK\x03\x04"  # what `torch.save` writes: a zip with a pickle in it
+_ZIP = b"PK\x03\x04"  # `torch.save` writes a zip with a pickle in it
 _PNG = b"\x89PNG"
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{24,}")
 
 
 def scan(path: Path, name: str) -> list[str]:
-    """What is wrong with a file.
+    """The reasons why a file must not be published.
 
     Args:
         path (`Path`): The file.
-        name (`str`): What it is called in messages.
+        name (`str`): Its name in messages.
 
     Returns:
-        `list[str]`: one line a finding; empty if the file may be published.
+        `list[str]`: one line per finding; empty if the file may be published.
     """
     if path.suffix.lower() in _PICKLE_NAMES:
         return [f"{name}: a pickle by its name ({path.suffix}); weights are published as safetensors"]
@@ -65,12 +65,11 @@ def _is_text(data: bytes) -> bool:
 
 
 def is_pickle(data: bytes) -> bool:
-    """Whether this is a pickle of any protocol, or a zip, in which `torch.save` puts one."""
+    """Whether the data are a pickle of any protocol, or a zip as written by `torch.save`."""
     if data.startswith(_ZIP) or zipfile.is_zipfile(io.BytesIO(data)) or re.match(rb"\x80[\x02-\x05]", data):
         return True
-    if not data.endswith(
-        b"."
-    ):  # the opcode that ends every pickle; protocols 0 and 1 have no first bytes of their own
+    # Protocols 0 and 1 have no magic number, but every pickle ends with the opcode for "stop".
+    if not data.endswith(b"."):
         return False
     try:
         return max(position for _, _, position in pickletools.genops(data) if position is not None) == len(data) - 1
@@ -82,7 +81,7 @@ def check_text(name: str, text: str) -> None:
     """Refuse a text with a secret or a path of this machine.
 
     Raises:
-        ValueError: names the file, the line and what was found.
+        ValueError: names the file, the line and the kind of the finding.
     """
     if found := _scan_content(text.encode(), name):
         raise ValueError(f"{'; '.join(found)}: this would be published; remove it.")

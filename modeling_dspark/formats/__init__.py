@@ -1,7 +1,7 @@
-"""Checkpoints of other projects, read as this project's. Not shipped: a published drafter has this project's format.
+"""Read checkpoints of other projects as this project's. Not shipped, since published drafters have this project's format.
 
-`table` has the formats as data, `tensors` reads weight files, `translate` makes our configuration, `load` refuses what does
-not fit.
+`table` describes the formats as data, `tensors` reads weight files, `translate` maps configurations to ours, and `load` ties
+them together and refuses checkpoints that do not fit.
 """
 
 from .load import foreign_arguments

@@ -1,7 +1,7 @@
-"""Read a drafter's checkpoint strictly: this project's format, and those of `formats.table`.
+"""Read a drafter's checkpoint strictly, in this project's format or one of `formats.table`.
 
-A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values. Copies of the
-target's embedding and LM head are dropped, since both are borrowed from the target.
+Missing, unexpected and mis-shaped tensors are errors; no weight keeps a random value. Copies of the target's embedding and
+LM head are dropped, since both are borrowed from the target.
 """
 
 import json
@@ -23,9 +23,9 @@ def read_config(name_or_path: Any, **file_arguments: Any) -> dict[str, Any]:
     """The content of a checkpoint's `config.json`.
 
     Raises:
-        ValueError: if there is none, or it is no JSON object.
+        ValueError: if there is none, or it is not a JSON object.
     """
-    path: str = cached_file(  # type: ignore[assignment]  # raises where there is none
+    path: str = cached_file(  # type: ignore[assignment]  # raises if there is none
         name_or_path, "config.json", **file_arguments
     )
     if path is None:
@@ -42,17 +42,17 @@ def read_config(name_or_path: Any, **file_arguments: Any) -> dict[str, Any]:
 def config_from(
     kind: Format, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str, model_class: Any
 ) -> Any:
-    """Our configuration of a checkpoint of another format, whose tensors have been compared with it.
+    """Our configuration of a checkpoint of another format, checked against its tensors.
 
     Args:
         kind ([`Format`]): Its format.
         raw (`dict`): The content of its `config.json`.
         tensors (`dict`): Its tensors by name.
-        source (`str`): Where it came from, for messages.
+        source (`str`): Where the checkpoint came from, for messages.
         model_class (`type`): [`DSparkModel`].
 
     Raises:
-        ValueError: lists all that does not fit.
+        ValueError: lists all problems.
     """
     problems: list[str] = []
     config = None
@@ -74,14 +74,14 @@ def config_from(
 
 
 def mismatches(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """What is missing, unexpected or of the wrong shape among tensors with our names."""
-    if config.num_hidden_layers > len(tensors):  # before that many are built
-        return [f"`num_hidden_layers` is {config.num_hidden_layers}, and there are {len(tensors)} tensors in all"]
+    """Tensors, by our names, that are missing, unexpected, or of the wrong shape or dtype; a line per kind."""
+    if config.num_hidden_layers > len(tensors):  # checked before that many are built
+        return [f"`num_hidden_layers` is {config.num_hidden_layers}, but there are {len(tensors)} tensors in all"]
     try:
         with torch.device("meta"):
             wanted = model_class(config).state_dict()
     except RuntimeError as error:
-        return [f"no tensors are of the sizes in its config ({error})"]
+        return [f"no tensor can have the sizes in its config ({error})"]
     expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     dropped = set(DROPPED) if config.draft_vocab_size else set(COPIES)
     head = (config.draft_vocab_size or config.vocab_size, config.hidden_size)
@@ -101,18 +101,18 @@ def mismatches(model_class: Any, config: Any, tensors: Mapping[str, StoredTensor
             if tensors[name].dtype not in _dtypes_for(name)
         ],
     }
-    if not any(lists[what] for what in lists if what != "unexpected") and config.draft_vocab_size and "t2d" in tensors:
+    if not any(lists[kind] for kind in lists if kind != "unexpected") and config.draft_vocab_size and "t2d" in tensors:
         lists["contradictory"] = vocabulary_mismatches(tensors["d2t"].read(), tensors["t2d"].read())
-    return [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+    return [f"{kind}: {', '.join(names)}" for kind, names in lists.items() if names]
 
 
 def _dtypes_for(name: str) -> tuple[str, ...]:
-    """What a tensor may be: weights of other dtypes are quantised, and mean nothing without their scales."""
+    """Supported dtypes of a tensor. Weights of other dtypes are quantized, and mean nothing without their scales."""
     return ("I64", "I32") if name == "d2t" else ("F64", "F32", "F16", "BF16")
 
 
 def vocabulary_mismatches(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
-    """What two maps of a draft vocabulary, `d2t` `[Vd]` and `t2d` `[V]`, say of each other that is not so."""
+    """Contradictions between two maps of a draft vocabulary, `d2t` `[Vd]` and `t2d` `[V]`."""
     tokens = (d2t.long() + torch.arange(len(d2t))).sort().values
     marked = t2d.nonzero().flatten()
     if torch.equal(tokens, marked):
@@ -121,7 +121,7 @@ def vocabulary_mismatches(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
 
 
 def foreign_arguments(model_class: Any, name_or_path: Any, file_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which a checkpoint of another format loads as ours; none for ours."""
+    """Arguments of `from_pretrained` that make a checkpoint of another format load as ours; none for our format."""
     source, raw = str(name_or_path), read_config(name_or_path, **file_arguments)
     own = model_class.config_class.model_type
     if detect(raw, {}, source, own) is None:

@@ -1,6 +1,6 @@
-"""The formats that DSpark drafters are published in, as a table: how each is told, and where it has what we need.
+"""The formats of published DSpark drafters as a table: how to recognize each, and where it has our fields.
 
-A format is told by its fields and tensors, never by the name of an architecture alone. Nothing is read or made here.
+A format is recognized by its fields and tensors, never by the name of an architecture alone. Nothing is read here.
 """
 
 import re
@@ -22,16 +22,16 @@ HEAD_FIELDS = (
     *("mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     "draft_vocab_size",
 )
-# What only this project has in a config. It travels in the others' too, which pass over it.
+# Fields of this project alone. Other formats carry them too, and their readers ignore them.
 OWN_FIELDS = (
     *("num_target_layers", "target_name_or_path", "chat_template_sha256", "confidence_temperatures"),
     *("default_num_assistant_tokens", "default_assistant_confidence_threshold"),
     "default_num_assistant_tokens_schedule",
 )
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's
-DROPPED = (*COPIES, "t2d")  # `t2d` says what `d2t` says
-# What drafters in several formats have that no tensor tells: causal blocks, attention sinks, rotary embeddings of
-# neighbouring dimensions, blocks that are told how noisy they are.
+DROPPED = (*COPIES, "t2d")  # `t2d` repeats `d2t`
+# Traits of drafters in several formats that no tensor reveals: causal blocks, attention sinks, rotary embeddings of
+# neighboring dimensions, blocks conditioned on their noise level.
 _TRAITS = {
     **dict.fromkeys(("dflash_query_causal", "is_causal", "attention_sink_bias", "log_snr_conditioning"), (False,)),
     "rope_is_neox_style": (True,),
@@ -40,24 +40,24 @@ _TRAITS = {
 
 @dataclass(frozen=True)
 class Format:
-    """One format. Places are dotted paths into its `config.json`.
+    """A format. Places are dotted paths into its `config.json`.
 
     Attributes:
         name (`str`): For messages.
-        required (`tuple[str, ...]`): Places that have to be there.
-        sign (`str`): A place that tells the format from those after it in the table; empty for the last.
-        values (`tuple`): What may be at the sign; empty means anything.
-        tensors (`tuple[str, ...]`): Beginnings of names; if any are given, a tensor has to have one of them.
-        layers (`str`): Where the fields of the backbone are.
-        heads (`str`): Where the fields of the heads are; those that are not there are at the top.
-        places (`dict[str, tuple[str, ...]]`): Where a field of ours is that has another name; the first that is there.
-        layer_shift (`int`): What to add to the ids of tapped layers.
-        anchor_position (`bool` or `str`): Whether the anchor's position drafts, or where that is said (nothing there: it does not).
-        fixed (`dict`): Fields of ours that all drafters of the format have in common.
-        neutral (`dict[str, tuple]`): Places of what is not supported, with the values that mean its absence.
-        known (`tuple[str, ...]`): If not empty: all names that may be at `heads`.
-        renames (`dict[str, str]`): Regular expressions for names of tensors, and what becomes of them.
-        architectures (`tuple[str, ...]`): If not empty: what `architectures`, where given, has to name one of.
+        required (`tuple[str, ...]`): Places that must be there.
+        sign (`str`): A place that distinguishes the format from those after it in the table; empty for the last.
+        values (`tuple`): Allowed values at the sign; empty means any.
+        tensors (`tuple[str, ...]`): Prefixes of names; if any are given, some tensor must have one.
+        layers (`str`): Place of the fields of the backbone.
+        heads (`str`): Place of the fields of the heads; fields that are missing there are at the top.
+        places (`dict[str, tuple[str, ...]]`): Places of our fields that have another name; the first that exists counts.
+        layer_shift (`int`): Added to the ids of tapped layers.
+        anchor_position (`bool` or `str`): Whether the anchor's position drafts, or the place that says so (if it is empty: no).
+        fixed (`dict`): Our fields with the same value for all drafters of the format.
+        neutral (`dict[str, tuple]`): Places of unsupported traits, with the values that mean their absence.
+        known (`tuple[str, ...]`): If not empty: all allowed names at `heads`.
+        renames (`dict[str, str]`): Regular expressions for names of tensors, and their replacements.
+        architectures (`tuple[str, ...]`): If not empty: `architectures`, if given, must name one of these.
     """
 
     name: str
@@ -77,14 +77,14 @@ class Format:
     architectures: tuple[str, ...] = ()
 
     def matches(self, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-        """Whether a config and the names of its tensors are of this format."""
+        """Whether a config and the names of its tensors have this format."""
         value = look_up(raw, self.sign) if self.sign else None
         if self.sign and (value is None or (self.values and value not in self.values)):
             return False
         return not self.tensors or any(name.startswith(self.tensors) for name in tensors)
 
     def place(self, name: str) -> str:
-        """Where a field of ours is to be written."""
+        """The place to write a field of ours to."""
         return self._places(name)[0]
 
     def _places(self, name: str) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ FORMATS = (
 
 
 def look_up(raw: Mapping[str, Any], place: str) -> Any:
-    """What is at a dotted path, or `None`."""
+    """The value at a dotted path, or `None`."""
     value: Any = raw
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -226,13 +226,13 @@ def detect(
     Args:
         raw (`dict`): The content of its `config.json`.
         tensors (`dict`): Its tensors by name.
-        source (`str`): Where it came from, for messages.
-        own (`str`, *optional*, defaults to `"dspark"`): `model_type` of this project's.
+        source (`str`): Where the checkpoint came from, for messages.
+        own (`str`, *optional*, defaults to `"dspark"`): `model_type` of this project's format.
 
     Raises:
-        ValueError: if it is no DSpark drafter.
+        ValueError: if it is not a DSpark drafter.
     """
-    # An early format of SpecForge's has our `model_type`.
+    # An early format of SpecForge has our `model_type`.
     if raw.get("model_type") == own and "dflash_config" not in raw:
         return None
     kind = next(kind for kind in FORMATS if kind.matches(raw, tensors))
@@ -243,7 +243,7 @@ def detect(
     if missing:
         raise ValueError(
             f"`{source}` is not a DSpark drafter: its config is of type {raw.get('model_type')!r} "
-            f"(architectures {raw.get('architectures')}) and, taken for {kind.name}'s, lacks {missing}."
+            f"(architectures {raw.get('architectures')}) and, read as {kind.name}'s, lacks {missing}."
         )
     return kind
 

@@ -1,6 +1,6 @@
-"""A config of another format as this project's: fields, ids of tapped layers, layout of positions; what cannot be represented.
+"""Translate a config of another format: fields, ids of tapped layers, layout of positions; list what is unsupported.
 
-What a config leaves out is taken from the shapes of the tensors. Nothing is read from files here.
+Fields that a config leaves out follow from the shapes of the tensors. No file is read here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ def _anchor_drafts(kind: Format, raw: Mapping[str, Any]) -> bool:
 
 
 def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """What the tensors say of fields that a config need not have; that they agree with those is seen from their shapes."""
+    """Optional fields as the tensors imply them; where the config has them too, `load` compares the shapes."""
     shapes = {kind.rename(name): tensor.shape for name, tensor in tensors.items()}
     *_, rank = shapes.get("markov_head.markov_w1.weight", (0,))
     *_, head_dim = shapes.get("layers.0.self_attn.q_norm.weight", (None,))
@@ -58,7 +58,7 @@ def _implied(kind: Format, tensors: Mapping[str, StoredTensor]) -> dict[str, Any
 
 
 def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
-    """What a config asks for that cannot be represented, each said in a phrase."""
+    """Unsupported settings of a config, a phrase each."""
     problems = [
         f"`{place}={value!r}` (supported: {', '.join(map(repr, allowed))})"
         for place, allowed in kind.neutral.items()
@@ -67,29 +67,29 @@ def unsupported(kind: Format, raw: Mapping[str, Any]) -> list[str]:
     layers = look_up(raw, kind.layers) if kind.layers else raw
     types = sorted(set(layers.get("layer_types") or ["full_attention"]))
     if types != ["full_attention"]:
-        problems.append(f"`layer_types` are {types}, and only `full_attention` is supported")
+        problems.append(f"`layer_types` are {types}; only `full_attention` is supported")
     if raw.get("quantization_config"):
-        problems.append("the weights are quantised (`quantization_config`)")
+        problems.append("the weights are quantized (`quantization_config`)")
     named = raw.get("architectures") or []
     if kind.architectures and named and not set(named) & set(kind.architectures):
         problems.append(f"`architectures` are {named} (supported: {list(kind.architectures)})")
     if unknown := sorted((look_up(raw, kind.heads) or {}).keys() - set(kind.known)) if kind.known else []:
-        problems.append(f"`{kind.heads}` has fields that are not known here: {unknown}")
+        problems.append(f"`{kind.heads}` has unknown fields: {unknown}")
     return problems + _unsupported_targets(raw, layers) + _contradictory_positions(kind, raw)
 
 
 def _contradictory_positions(kind: Format, raw: Mapping[str, Any]) -> list[str]:
-    """A block that is said to draft as many tokens as it has positions, in the layout whose anchor drafts none.
+    """A block said to draft as many tokens as it has positions, in the layout whose anchor does not draft.
 
-    Read in the wrong layout, each draft is one position off: no error, and few drafts are kept.
+    In the wrong layout each draft is one position off, without an error: few drafts are accepted.
     """
     positions = kind.read(raw, "block_size")
     methods = look_up(raw, "speculators_config.proposal_methods") or ()
     if _anchor_drafts(kind, raw) or positions not in [look_up(method, "speculative_tokens") for method in methods]:
         return []
     return [
-        f"`speculative_tokens` is {positions}, as is `block_size`, and without `{kind.anchor_position}=true` one position of these drafts "
-        "none; write into its config.json which of the two layouts it was trained in"
+        f"`speculative_tokens` and `block_size` are both {positions}, but without `{kind.anchor_position}=true` one of these "
+        f"positions does not draft; set `{kind.anchor_position}` in its config.json as it was trained"
     ]
 
 
@@ -97,18 +97,20 @@ def _unsupported_targets(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> l
     size = raw.get("target_hidden_size")
     problems = []
     if size is not None and size != layers.get("hidden_size"):
-        problems.append(f"`target_hidden_size` is {size}, and the drafter's `hidden_size` {layers.get('hidden_size')}")
+        problems.append(
+            f"`target_hidden_size` is {size}, but the drafter's `hidden_size` is {layers.get('hidden_size')}"
+        )
     verifiers = look_up(raw, "speculators_config.verifier.architectures") or []
     if scales(verifiers):
         problems.append(
-            f"the verifier is {verifiers}: speculators trains on its embedding and LM head as they are stored, without the "
-            "scales and the soft cap that the target applies"
+            f"the verifier is {verifiers}: speculators trains on its embedding and LM head as stored, without the scales and "
+            "the soft cap that the target applies"
         )
     return problems
 
 
 def scales(architectures: Iterable[Any]) -> bool:
-    """Whether a target with one of these names does more with its embedding or its LM head than multiply by it."""
+    """Whether a target with one of these names scales or soft-caps its embedding or logits."""
     return any(family in str(name).lower() for family in _SCALED for name in architectures)
 
 

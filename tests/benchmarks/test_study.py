@@ -12,7 +12,7 @@ from benchmarks.lib import study_data, study_report
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from training.run.architectures import ARCHITECTURES
-from training.train import parse_arguments
+from training.run.options import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,11 @@ def test_a_training_that_was_stopped_goes_on(tmp_path):
     folder = tmp_path / "dspark"
     (folder / "checkpoint-100").mkdir(parents=True)
     # Cut short by a kill: there is nothing to go on from.
-    assert "--resume_from_checkpoint" not in study.training_flags(options(tmp_path), {}, folder)
+    assert "--resume-from-checkpoint" not in study.training_flags(options(tmp_path), {}, folder)
     for name in ("trainer_state.json", "config.json"):
         (folder / "checkpoint-100" / name).write_text("{}")
     flags = study.training_flags(options(tmp_path), {}, folder)
-    assert flags[flags.index("--resume_from_checkpoint") + 1] == "true"
+    assert flags[flags.index("--resume-from-checkpoint") + 1] == "true"
 
 
 @pytest.fixture

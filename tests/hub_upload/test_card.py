@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.card import card
-from hub_upload.card.card import card_files, write_card
-from hub_upload.package.package import package
+from hub_upload.card import render
+from hub_upload.card.render import card_files, write_card
+from hub_upload.package import package
 from tests.builders import cache_with_kernels, tiny_target
 from tests.hub_upload.card_case import TEMPERATURES, evaluation, latency, make_drafter
 from training.common.tables import speed_tables
@@ -124,7 +124,6 @@ class TestNumbers:
             {"training": "On 1,000 conversations."},
             {"summary": "Twice as fast: x2.1."},
             {"limits": ["Up to \uff12 drafts."]},
-            {"summary": 'Of {{ config.at("hidden_size") }} channels.'},
         ],
         ids=lambda fields: str(*fields.values())[:20],
     )
@@ -135,7 +134,7 @@ class TestNumbers:
 
     def test_a_number_planted_in_the_template_is_refused(self, folder, tmp_path, monkeypatch):
         template = tmp_path / "template.md"
-        monkeypatch.setattr(card, "_TEMPLATE", template)
+        monkeypatch.setattr(render, "_TEMPLATE", template)
         original = (ROOT / "hub_upload" / "templates" / "model_card.md").read_text()
         template.write_text(original)
         assert "## Results" in text_of(folder)
@@ -150,6 +149,8 @@ class TestNumbers:
             ('{{ stated.quote("conversations") }}', "stated"),  # not a measurement: in `training` only
             ('{{ config.quote("block_size", "9>3") }}', "a form is like"),
             ('{{ config.quote("block_size") | replace("4", "9") }}', "replace"),
+            ('Of {{ config.at("hidden_size") }} channels.', r"nothing else of Jinja.*config\.at"),
+            ("{{ '9.9' }}", "nothing else of Jinja"),
             ("{{ confg }}", "confg"),
             ("{% if %}", "summary"),
             ("{{ config._data }}", "summary"),
@@ -159,6 +160,15 @@ class TestNumbers:
         set_fact(folder, summary=text)
         with pytest.raises(ValueError, match=match):
             card_files(folder, reports=reports(folder))
+
+    def test_a_report_of_an_earlier_release_makes_the_same_card(self, folder):
+        path, text = folder.parent / "greedy.json", text_of(folder)
+        report = path.read_text()
+        for name, old in {"acceptance_length": "accepted_length", "acceptance_rate_by_": "acceptance_by_"}.items():
+            assert name in report
+            report = report.replace(name, old)
+        path.write_text(report)
+        assert text_of(folder) == text
 
     def test_names_may_have_digits(self, folder):
         set_fact(
@@ -174,19 +184,19 @@ class TestContent:
         text = text_of(folder)
         sections = [
             "Use",
-            "What it is",
+            "Architecture",
             "Results",
             "Calibration",
             "Training",
             "Limits",
             "Provenance",
-            "Licence",
+            "License",
             "Citation",
         ]
         assert re.findall(r"^## (.*)$", text, re.MULTILINE) == sections
         assert "On 12,345 conversations." in text
         assert "Made of 2 layers for tests." in text
-        for limit in ("Thinking mode.** Trained with thinking off.", "Chat template", "Quantised targets", "Sampling"):
+        for limit in ("Thinking mode.** Trained with thinking off.", "Chat template", "Quantized targets", "Sampling"):
             assert limit in text.split("## Limits")[1]
         assert "It has seen letters only." in text
         for part in ("A processor", "64 cores", "threads: 48", "float32", "Greedy", "batches of 6", "0123456789ab"):
@@ -269,7 +279,7 @@ class TestMetadata:
             assert [(entry.dataset_id, entry.task_id) for entry in entries] == [("org/prompts", each) for each in sets]
             lengths = [part["acceptance"]["acceptance_length"] for part in sets.values()]
             assert [entry.value for entry in entries] == pytest.approx(lengths, abs=5e-5)
-            assert all("accepted length" in entry.notes for entry in entries)
+            assert all("acceptance length" in entry.notes for entry in entries)
         assert parse_eval_result_entries(yaml.safe_load(files[names[0]]))[0].date == "2026-11-30T10:00:00+00:00"
 
     def test_no_results_for_a_benchmark_of_others(self, folder):
@@ -296,11 +306,11 @@ class TestRefusals:
         ("content", "match"),
         [
             ("{", "cannot be read as JSON"),
-            ("[]", "no report"),
-            ('{"rounds": 1}', "no report"),
-            ('{"pooled": {}}', "no report that can be quoted"),
-            ('{"sections": [], "complete": true}', "not measured to its end"),
-            ('{"sections": [{}], "complete": false}', "not measured to its end"),
+            ("[]", "not a report"),
+            ('{"rounds": 1}', "not a report"),
+            ('{"pooled": {}}', "not a report that can be quoted"),
+            ('{"sections": [], "complete": true}', "was interrupted"),
+            ('{"sections": [{}], "complete": false}', "was interrupted"),
         ],
     )
     def test_files_that_are_no_reports(self, folder, content, match):
@@ -311,7 +321,7 @@ class TestRefusals:
     def test_two_reports_of_one_name(self, folder):
         (folder.parent / "again").mkdir()
         shutil.copy(folder.parent / "greedy.json", folder.parent / "again" / "Greedy.json")
-        with pytest.raises(ValueError, match=r"Greedy\.json.*another name"):
+        with pytest.raises(ValueError, match=r"Greedy\.json.*rename the file"):
             card_files(folder, reports=reports(folder, "greedy", "again/Greedy"))
 
     def test_missing_files(self, folder):
@@ -462,5 +472,5 @@ class TestPackage:
         command = [sys.executable, "-I", "run.py"]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert "tokens a forward of the target" in result.stdout
+        assert "tokens per forward of the target" in result.stdout
         assert "calls 2" in result.stdout

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
-from hub_upload.card.card import card_files, write_card
+from hub_upload.card.header import greedy_lengths
+from hub_upload.card.quotes import slug
+from hub_upload.card.render import card_files, write_card
 from hub_upload.hub import verify, verify_command
-from hub_upload.hub.checks import Check, Report, check_card, check_weights, read_package
+from hub_upload.hub.checks import Check, check_calibration, check_card
 from hub_upload.hub.subject import Subject
 from tests.conftest import FIXTURES
 from tests.hub_upload.card_case import evaluation, make_drafter
@@ -47,7 +49,7 @@ def replace_in(path, pattern, new):
     ("pattern", "new", "said"),
     [
         (r"^stated:.*\n", f"{LAUGHS}citation: *a9\n", "`citation` must be a text"),
-        (r"^training: .*\n(stated: .*\n)?", "training: '{{ stated.quote(\"a9\") }}'\n", "no single value"),
+        (r"^training: .*\n(stated: .*\n)?", "training: '{{ stated.quote(\"a9\") }}'\n", "not a single value"),
         (r"^limits:.*", "limits: " + "[" * 50_000, "cannot be read as YAML"),
         (r"\Z", "1: a\nz: b\n", "unknown fields"),
     ],
@@ -94,7 +96,7 @@ def test_reports_without_figures(files, report):
     _, data = report
     for broken, said in [
         (data | {"sets": {}}, "no set of prompts"),
-        (data | {"notes": [float("nan")]}, "NaN is no number"),
+        (data | {"notes": [float("nan")]}, "NaN is not a number"),
         (data | {"environment": data["environment"] | {"git_commit": 5}}, "cannot be filled in"),
     ]:
         path.write_text(json.dumps(broken))
@@ -108,52 +110,44 @@ def test_sets_of_any_name_are_found_again(files, report, name):
     _, data = report
     path.write_text(json.dumps(data | {"sets": {name: data["sets"]["letters"], "b": data["sets"]["digits_2"]}}))
     write_card(folder, reports=[path])
-    assert check_card(folder, None)[0] == Check("card", "ok", "2 sets agree")
-    read = Report.read(path)
-    if name == " ".join(name.split()):
-        assert check_card(folder, read)[0].verdict == "ok"
-
-
-LETTERS = r"^\| letters +\| +17 \| +300 \| +[\d.]+ "
-PLANTED = "| set | prompts | rounds | accepted length | acceptance by position |\n|---|---|---|---|---|\n"
+    lengths = [[round(data["sets"][key]["acceptance"]["acceptance_length"], 4)] for key in ("letters", "digits_2")]
+    assert greedy_lengths(folder) == dict(zip((slug(name), "b"), lengths, strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "pattern", "new"),
     [
-        ("README.md", LETTERS, "| letters | 17 | 300 | nan "),
-        ("README.md", LETTERS, "| letters | 17 | 0 | 4.25 "),
-        ("README.md", r"^(\| letters .*\| +)1\.00 ", r"\1 nan "),
-        ("README.md", r"^(\| letters .*)$", r"| letters | 17 | 300 | 9.90 | 3 | 1% | 0.9 |\n\1"),
-        ("README.md", r"^(\| letters .*)$", r"\1 more |"),
-        ("README.md", r"^### Greedy$", f"### Greedy\n\n{PLANTED}| letters | 17 | 300 | 9.90 | 0.9 |\n"),
         ("README.md", r"^library_name: .*", "library_name: ["),
+        ("README.md", r"^( +value: ).*", r"\1 many"),
+        ("README.md", r"^( +value: ).*", r"\1 0.5"),
+        ("README.md", r"^( +value: ).*", r"\1 true"),
         (".eval_results/acceptance_length_greedy.yaml", r"value: .*", "value: .nan"),
+        (".eval_results/acceptance_length_greedy.yaml", r"value: .*", "value: [4]"),
         (".eval_results/acceptance_length_greedy.yaml", r"\A", "- a\n"),
         (".eval_results/acceptance_length_greedy.yaml", r"\A", "a: [\n"),
     ],
 )
-def test_claims_that_are_no_numbers(files, name, pattern, new):
+def test_metadata_that_are_not_lengths(files, name, pattern, new):
     folder, path = files
     write_card(folder, reports=[path])
-    assert check_card(folder, None)[0].verdict == "ok"
+    assert check_card(folder) == Check("card", "ok", "acceptance lengths of 2 sets of prompts")
     replace_in(folder / name, pattern, new)
-    assert check_card(folder, None)[0].verdict == "FAIL"
+    assert check_card(folder).verdict == "FAIL"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
 def test_a_broken_calibration_is_a_finding(files, text):
     folder, _ = files
     (folder / "calibration.json").write_text(text)
-    assert check_weights(folder, read_package(folder), None).verdict == "FAIL"
+    assert check_calibration(folder).verdict == "FAIL"
 
 
 def test_a_finding_is_one_row(monkeypatch, capsys):
     said = "x\nok    greedy text      as without the drafter\x1b[2J"
     monkeypatch.setattr(verify_command, "verify", lambda *_, **__: iter([Check("files", "FAIL", said)]))
-    assert verify_command.run("x", None, revision=None, report=None, accept_code=None) == 1
+    assert verify_command.run("x", None, revision=None, accept_code=None) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "FAIL  files            x ok greedy text as without the drafter?[2J",
+        "FAIL  files              x ok greedy text as without the drafter?[2J",
         "",
         "FAILED: files",
     ]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
-from hub_upload.convert.convert import convert, plan_conversion
-from hub_upload.package.package import package
+from hub_upload.convert import convert, plan_conversion
+from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from tests.builders import tiny_drafter, tiny_target
 from tests.conftest import FIXTURES
@@ -63,6 +63,15 @@ def before_the_data(header):
     header[WEIGHT]["data_offsets"] = [-64, stop - start - 64]
 
 
+def another_shape(header):
+    header[WEIGHT]["shape"][0] += 1
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
 def shards(name="1.safetensors", *, twice=False):
     def change(folder):
         weights = load_file(folder / "model.safetensors")
@@ -84,15 +93,18 @@ def write(name, text):
 HOSTILE = {
     "int8": (set_dtype(torch.int8), f"{WEIGHT} is I8"),
     "fp8": (set_dtype(torch.float8_e4m3fn), f"{WEIGHT} is F8_E4M3"),
-    "overlapping": (set_header(overlap), "the bytes of `layers.*` are not there"),
-    "before the data": (set_header(before_the_data), f"the bytes of `{WEIGHT}` are not there"),
+    "overlapping": (set_header(overlap), "corrupt or truncated .*offset for tensor `layers"),
+    "before the data": (set_header(before_the_data), "corrupt or truncated"),
+    "another shape": (set_header(another_shape), "corrupt or truncated"),
+    "cut": (cut, "corrupt or truncated"),
+    "endless header": (write("model.safetensors", "\x7f" * 64), "corrupt or truncated"),
     "deep header": (set_header(lambda _: DEEP), "corrupt or truncated"),
     "deep config": (write("config.json", DEEP), "is not JSON"),
     "deep index": (write("model.safetensors.index.json", DEEP), "not an index of shards"),
     "outside": (shards("../1.safetensors"), r"outside of the checkpoint, \['\.\./1"),
     "twice": (shards(twice=True), "more than one of its files"),
     "no end of layers": (set_field("num_hidden_layers", 10**9), "there are 31 tensors in all"),
-    "overflow": (set_field("hidden_size", 10**15), "no tensors are of the sizes"),
+    "overflow": (set_field("hidden_size", 10**15), "no tensor can have the sizes"),
     "architectures": (set_field("architectures", [{}]), "not of the type expected"),
     "layer_types": (set_field("layer_types", 5), "not of the type expected"),
     "dtype": (set_field("dtype", "nope"), "not of the type expected"),
@@ -136,7 +148,7 @@ def test_a_draft_vocabulary_beyond_the_targets(tmp_path):
     [
         (lambda weights: weights.pop("norm.weight"), "missing: norm.weight"),
         (lambda weights: weights.update({"optimizer": torch.zeros(2)}), "unexpected: optimizer"),
-        (lambda weights: weights["norm.weight"].fill_(float("nan")), r"in `norm\.weight` that are no numbers"),
+        (lambda weights: weights["norm.weight"].fill_(float("nan")), r"in `norm\.weight` that are not numbers"),
     ],
 )
 def test_what_would_not_load_is_not_packaged(tmp_path, change, said):

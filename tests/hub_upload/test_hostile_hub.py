@@ -34,7 +34,7 @@ def test_links_are_not_followed(small, tmp_path):
     with pytest.raises(ValueError, match="cannot be published") as caught:
         checked_files(small)
     for name in ("LICENSE", "images", "calibration.json"):
-        assert f"{name}: a link, or no regular file" in str(caught.value)
+        assert f"{name}: a link, or not a regular file" in str(caught.value)
 
 
 @pytest.mark.parametrize(

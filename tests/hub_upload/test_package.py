@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
+from hub_upload.package import package, remote_code_files
+from hub_upload.package.assemble import AUTO_MAP, planned
+from hub_upload.package.contents import foreign_files
 from hub_upload.package.manifest import read_manifest
-from hub_upload.package.package import AUTO_MAP, package, planned, remote_code_files
 from tests.builders import tiny_drafter, tiny_target
 
 
@@ -42,6 +44,18 @@ def contents(folder):
     }
 
 
+def test_names_of_this_release_and_the_last():
+    last = [
+        "engine_dspark.py",
+        "modeling_dspark.py",
+        "packed_target_dspark.py",
+        ".eval_results/accepted_length_a.yaml",
+    ]
+    ours = [path.name for path in remote_code_files()] + [".eval_results/acceptance_length_a.yaml"]
+    foreign = ["engine.py", "setup.py", "formats/load.py", "../engine_loop.py", "custom_generate/other.py"]
+    assert foreign_files([*last, *ours, *foreign]) == sorted(foreign)
+
+
 def test_reproducible(source, tmp_path):
     """In other folders, from a copy with other modes, with another mask; `test_shipped` does so in another process."""
     package(source, tmp_path / "one")
@@ -70,7 +84,7 @@ def test_the_manifest_has_every_other_file(source, tmp_path):
     assert read_manifest(tmp_path / "out") == {name: entry["sha256"] for name, entry in listed.items()}
     for text in ("[]", '{"files": {}, "format": 2}', "{"):
         (tmp_path / "out" / "files.json").write_text(text)
-        with pytest.raises(ValueError, match=r"no manifest"):
+        with pytest.raises(ValueError, match=r"not a manifest"):
             read_manifest(tmp_path / "out")
 
 
@@ -185,7 +199,7 @@ def test_what_is_the_users_is_kept(source, tmp_path):
     inner = tmp_path / "out" / "source"
     shutil.copytree(source, inner)
     for one, other in ((inner, tmp_path / "out"), (source, source / "out")):
-        with pytest.raises(ValueError, match="inside the other"):
+        with pytest.raises(ValueError, match="inside of it"):
             package(one, other, overwrite=True)
     assert (inner / "model.safetensors").exists()
     (tmp_path / "link").symlink_to(tmp_path / "out")

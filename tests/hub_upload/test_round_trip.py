@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hub_upload.hub.push import checked_files, push
-from hub_upload.package.package import package
+from hub_upload.package import package
 from tests.hub_upload.hub_double import READER, Fault
 
 

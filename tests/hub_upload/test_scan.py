@@ -76,7 +76,7 @@ def test_all_that_is_wrong_is_listed(small):
     with pytest.raises(ValueError, match="cannot be published") as caught:
         checked_files(small)
     for name in ("pytorch_model.bin", "optimizer.pt", "notes.txt", ".DS_Store", "training/state.json"):
-        assert f"{name}: no package has this file" in str(caught.value)
+        assert f"{name}: not a file of a package" in str(caught.value)
     assert "optimizer.pt: a pickle by its name" in str(caught.value)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from hub_upload.card.card import card_files
-from hub_upload.package.package import package, remote_code_files
+from hub_upload.card.render import card_files
+from hub_upload.package import package, remote_code_files
 from tests.builders import cache_with_kernels
 from training.common.targets import EMBEDDED_TARGET, resolve_target
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hub_upload.convert.convert import convert, plan_conversion
+from hub_upload.convert import convert, plan_conversion
 from modeling_dspark import DSparkModel
 from modeling_dspark.model_cache import DSparkCache
 from modeling_dspark.target_binding import tapped_features

@@ -380,7 +380,7 @@ class TestRefusals:
         """Without `sample_from_anchor`, the number of drafts tells the layout; where both differ, one is wrong."""
         raw, tensors = speculators(tiny_drafter(tiny_target("qwen3")))
         methods = [{"proposal_type": "greedy", "speculative_tokens": 4}]
-        with pytest.raises(ValueError, match="`speculative_tokens` is 4.*which of the two layouts"):
+        with pytest.raises(ValueError, match="`speculative_tokens` and `block_size` are both 4.*set `sample_from_anchor`"):
             DSparkModel.from_pretrained(
                 write(tmp_path, raw | said | {"speculators_config": {"proposal_methods": methods}}, tensors)
             )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import training.objective.attention  # noqa: F401 - registers `dspark_chunked`
-from hub_upload.package.package import package
+from hub_upload.package import package
 from modeling_dspark import DSparkModel
 from modeling_dspark.configuration_dspark import GEMMA4_TRAITS
 from modeling_dspark.model_cache import DSparkCache

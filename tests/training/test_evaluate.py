@@ -133,7 +133,7 @@ class TestNumbers:
         assert figures["counts"] == [2, 1]
         assert figures["before"]["auc"] == [None, None]  # all outcomes of a position agree
         json.dumps(figures, allow_nan=False)
-        with pytest.raises(ValueError, match="nothing to say"):
+        with pytest.raises(ValueError, match="no figures of confidence"):
             calibration_figures(logits=[[]], accepted=[0], verified=[0])
         with pytest.raises(ValueError, match="Round 0 has 2 verified drafts and 1 logits"):
             calibration_figures(logits=[[0.5]], accepted=[0], verified=[2])
@@ -381,6 +381,18 @@ class TestCommand:
         data["pooled"]["thresholds"][0]["more"] = 1
         with pytest.raises(ValueError, match="ThresholdPoint"):
             EvalReport.from_json(json.dumps(data))
+
+    def test_reports_of_release_0_1_are_read(self, workspace, tmp_path):
+        report = evaluate(arguments(workspace, tmp_path, limit=1))
+        old = report.to_json()
+        for new, name in (
+            ("acceptance_length", "accepted_length"),
+            ("acceptance_rate_by_position", "acceptance_by_position"),
+            ("num_draft_positions", "num_slots"),
+        ):
+            assert f'"{new}"' in old
+            old = old.replace(f'"{new}"', f'"{name}"')
+        assert EvalReport.from_json(old) == report
 
     @pytest.mark.parametrize("block_size", [1, 7])
     def test_other_block_sizes_and_no_temperatures(self, workspace, tmp_path, block_size):

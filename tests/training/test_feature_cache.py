@@ -183,12 +183,6 @@ class TestDamage:
         with pytest.raises(ValueError, match="No such file.*start again"):
             cache_of(tmp_path).load(0)
 
-    @pytest.mark.parametrize("content", ["{", '{"a": 1}', "[]", '{"shards": []}', '{"shards": {"a": {}}}'])
-    def test_a_damaged_index(self, tmp_path, target, binding, content):
-        (tmp_path / "index.json").write_text(content)
-        with pytest.raises(ValueError, match=r"index.json` is damaged.*delete it"):
-            cache_of(tmp_path).build(target, binding, limit_gb=1)
-
 
 class TestFullDisk:
     def test_it_is_seen_before_anything_is_computed(self, tmp_path, target, binding, monkeypatch):

@@ -493,7 +493,7 @@ class TestTrain:
             assert_close(weight, compiled[name], atol=1e-5, rtol=1e-4, msg=name)
 
     def test_adapters_need_a_drafter(self, workspace):
-        with pytest.raises(ValueError, match="say which with `drafter`"):
+        with pytest.raises(ValueError, match="name it with `drafter`"):
             main(train_flags(workspace, "run", peft="lora"))
         with pytest.raises(ValueError, match="`peft` must be `lora`"):
             main(train_flags(workspace, "run", peft="dora"))

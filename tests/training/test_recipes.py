@@ -32,7 +32,7 @@ def test_a_dry_run_of_every_recipe(path, capsys):
     found = main(["--config", str(path), "--dry_run", "--report_to", "none", *more])
     assert found.target_parameters == TARGETS.get(path.stem, 134_515_008)
     assert 0 < found.trainable_parameters <= found.drafter_parameters
-    assert found.memory["drafter: optimiser, two states (fp32)"] == 8 * found.trainable_parameters
+    assert found.memory["drafter: optimizer, two states (fp32)"] == 8 * found.trainable_parameters
     assert sum(found.sharded.values()) < sum(found.memory.values()) < 80e9
     text = capsys.readouterr().out
     assert f"{found.drafter_parameters:,}" in text

@@ -171,9 +171,3 @@ def test_a_checkpoint_that_is_written_over_is_none_meanwhile(folder, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         main(flags(folder, "run", **RESUMED | {"max_steps": 4, "resume_from_checkpoint": run / "checkpoint-2"}))
     assert last_whole_checkpoint(run) == run / "checkpoint-2"
-
-
-def test_damaged_settings_are_named(folder):
-    (folder / "run" / "checkpoint-2" / "run_settings.json").write_text('{"seed": ')
-    with pytest.raises(ValueError, match=r"run_settings.json` is damaged .*resume from another checkpoint"):
-        main(flags(folder, "run", **RESUMED))

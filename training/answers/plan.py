@@ -210,14 +210,6 @@ def _together(*requests: Request) -> bool:
 
 
 __all__ = [
-    "Answer",
-    "Answers",
-    "Request",
-    "answers_in",
-    "follow_up",
-    "follow_ups",
-    "key_of",
-    "own_sampling",
-    "plan_batches",
-    "plan_requests",
+    *("Answer", "Answers", "Request", "answers_in", "follow_up", "follow_ups", "key_of", "own_sampling"),
+    *("plan_batches", "plan_requests"),
 ]

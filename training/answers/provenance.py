@@ -50,7 +50,7 @@ def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, 
     """
     path = answers.with_suffix(".meta.json")
     if answers.is_file() and answers.stat().st_size and path.is_file():
-        earlier = settings | _EARLIER | _read_object(path)
+        earlier = settings | _EARLIER | json.loads(path.read_text(encoding="utf-8"))
         way_out = "Continue with the same ones, or choose another `output`."
         check_same_settings(earlier, settings, subject=f"`{answers}` was made", way_out=way_out)
         count = earlier.get("num_prompts")
@@ -65,16 +65,6 @@ def write_provenance(answers: Path, settings: dict[str, Any], counts: dict[str, 
 
 def _digest(prompts: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(list(prompts), sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"`{path}` is damaged ({error}); choose another `output`.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path}` does not describe answers, got {str(content)[:80]}; choose another `output`.")
-    return content
 
 
 def write_dataset(answers: Path, prompts: list[dict], settings: dict[str, Any], counts: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ _LONGEST_WAIT = 3600.0  # however long the server asks for
 
 
 class RequestFailedError(Exception):
-    """A request that failed for good; the run may go on without it."""
+    """A request that failed for good; the run may continue without it."""
 
 
 class _TransientError(Exception):

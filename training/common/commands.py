@@ -1,4 +1,4 @@
-"""How commands begin and end: one dialect of flags, the form of `--help`, and mistakes and Ctrl-C without a traceback."""
+"""The start and end of commands: one dialect of flags, the form of `--help`, mistakes and Ctrl-C without a traceback."""
 
 import argparse
 import sys

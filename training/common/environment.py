@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the code: machine, versions, commit. A number without these is worth little."""
+"""The conditions of a measurement besides the code: machine, versions, commit."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ def environment(dtype: str, device: str = "cpu") -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        # Above about 0.5 before a run starts, something else uses the machine, and the timings are not to be trusted.
+        # Above about 0.5 before a run starts, something else uses the machine, and timings are unreliable.
         "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -34,7 +34,7 @@ def environment(dtype: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel gives it, else what `platform` knows."""
+    """The processor's name from the kernel, or else from `platform`."""
     path = Path("/proc/cpuinfo")
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -46,7 +46,7 @@ def cpu_model() -> str:
 def git_state() -> dict[str, Any]:
     """The commit that is checked out, and whether anything but results differs from it; `None` where there is no git.
 
-    An installed copy of this file may lie within the repository of something else, whose commit says nothing.
+    An installed copy of this file may be inside another project's repository, whose commit would mislead.
     """
     if _git("ls-files", "--error-unmatch", str(Path(__file__).resolve())) is None:
         return {"git_commit": None, "git_dirty": None}

@@ -10,7 +10,7 @@ def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], *, subj
     Args:
         then (`Mapping[str, Any]`): The settings on disk; names that `now` lacks are not compared.
         now (`Mapping[str, Any]`): The settings asked for.
-        subject (`str`): What has the settings of then, e.g. "`runs/answers.jsonl` was made".
+        subject (`str`): The thing with the settings of then, with its verb, e.g. "`runs/answers.jsonl` was made".
         way_out (`str`): What the user can do.
 
     Raises:

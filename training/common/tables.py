@@ -40,8 +40,8 @@ def by_position(acceptance: Sequence[float | None], tried: Sequence[int]) -> str
 
 def speed_tables(sections: Sequence[dict[str, Any]]) -> str:
     """Speed and acceptance by set, one table for each thread count of a report of `benchmarks.latency`."""
-    parts = [f"### {threads(s)}\n\n{_speed_table(s)}\n\n{_overall_line(s['overall'])}" for s in sections]
-    return "\n\n".join(parts)
+    tables = [f"### {threads(s)}\n\n{_speed_table(s)}\n\n{_overall_line(s['overall'])}" for s in sections]
+    return "\n\n".join(tables)
 
 
 def threads(section: dict[str, Any]) -> str:

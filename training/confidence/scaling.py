@@ -1,8 +1,8 @@
 """Sequential temperature scaling (STS) of the confidence head: tensors in, numbers out.
 
 `c_k = sigmoid(z_k / T_k)` is the chance that position `k` is kept given that the positions before it were, and the survival
-`a_k = c_0 * .. * c_k` is the chance that the whole prefix up to position `k` is kept. STS chooses one temperature a position such
-that survival means what it says. A position's temperature is shared by all rounds, so the order of its confidences stays.
+`a_k = c_0 * .. * c_k` is the chance that the whole prefix up to position `k` is kept. STS chooses one temperature per
+position such that survival is the observed frequency. A position's temperature is shared by all rounds, so the order of its confidences stays.
 Nothing is read, written, decoded or drawn here; `training.confidence.rounds` records the data.
 
 Shapes: `n` rounds, `K` positions, `B` bins.
@@ -16,7 +16,7 @@ import torch
 
 
 NUM_BINS = 20
-# 2 % apart and symmetric about 1, which is in the middle; rounded, so that what is fitted is what a config holds.
+# 2 % apart and symmetric about 1, which is in the middle; rounded as a config holds them.
 TEMPERATURE_GRID = tuple(round(0.05 * 400 ** (step / 300), 4) for step in range(301))
 
 
@@ -28,7 +28,7 @@ class Rounds:
         logits (`torch.Tensor` of shape `(n, K)`): Logits of the confidence head, before any temperature; fp64.
         accepted (`torch.LongTensor` of shape `(n,)`): Leading drafts kept.
         verified (`torch.LongTensor` of shape `(n,)`):
-            Drafts verified. `K` but for a round cut short, of which positions from `verified` on are unknown and left out.
+            Drafts verified. `K` but for a round cut short, whose positions from `verified` on are unknown and left out.
     """
 
     logits: torch.Tensor
@@ -68,12 +68,12 @@ class Rounds:
 
     def outcome(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rounds verified `position` (`[n]`, boolean), and of those, whether the prefix up to it was kept."""
-        seen = self.verified > position
-        if not bool(seen.any()):
+        reached = self.verified > position
+        if not bool(reached.any()):
             raise ValueError(
                 f"Position {position} was verified in none of {len(self)} rounds; record more prompts, or longer answers."
             )
-        return seen, self.accepted[seen] > position
+        return reached, self.accepted[reached] > position
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ReliabilityBins:
 
 @dataclass(frozen=True)
 class SurvivalMetrics:
-    """How well survival predicts what is kept; one entry a position (AUC is NaN where all outcomes agree)."""
+    """How well survival predicts what is kept; one entry per position (AUC is NaN where all outcomes agree)."""
 
     ece: tuple[float, ...]
     auc: tuple[float, ...]
@@ -108,10 +108,10 @@ class CalibrationReport:
     """Survival on one set of rounds, before (all temperatures 1) and after scaling.
 
     Attributes:
-        temperatures (`tuple[float, ...]`): What "after" is scaled with.
+        temperatures (`tuple[float, ...]`): The temperatures of "after".
         counts (`tuple[int, ...]`): Rounds in which the position was verified.
         survived (`tuple[float, ...]`): The share of those in which the prefix up to the position was kept.
-        ece_floor (`tuple[float, ...]`): The ECE to expect from this many rounds if "after" were exactly right.
+        ece_floor (`tuple[float, ...]`): The ECE to expect from this many rounds if "after" were exact.
         before, after (`SurvivalMetrics`): The figures.
     """
 
@@ -189,8 +189,8 @@ def fit_temperatures(
     prefix = torch.ones(len(rounds), dtype=torch.float64)
     temperatures: list[float] = []
     for position in range(rounds.num_draft_positions):
-        seen, kept = rounds.outcome(position)
-        before, logits = prefix[seen], rounds.logits[seen, position]
+        reached, kept = rounds.outcome(position)
+        before, logits = prefix[reached], rounds.logits[reached, position]
         errors = [
             expected_calibration_error(before * torch.sigmoid(logits / candidate), kept, num_bins)
             for candidate in candidates
@@ -224,7 +224,7 @@ def calibration_report(rounds: Rounds, temperatures: Sequence[float], num_bins: 
 def _metrics(
     confidence: torch.Tensor, outcomes: Sequence[tuple[torch.Tensor, torch.Tensor]], num_bins: int
 ) -> SurvivalMetrics:
-    pairs = [(confidence[seen, position], kept) for position, (seen, kept) in enumerate(outcomes)]
+    pairs = [(confidence[reached, position], kept) for position, (reached, kept) in enumerate(outcomes)]
     return SurvivalMetrics(
         ece=tuple(expected_calibration_error(values, kept, num_bins) for values, kept in pairs),
         auc=tuple(auc(values, kept) for values, kept in pairs),

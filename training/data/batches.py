@@ -56,11 +56,11 @@ class ConversationDataset(Dataset):
 
 
 def collate(items: list[dict[str, Any]], *, packed_length: int | None = None) -> dict[str, Any]:
-    """Pad a batch: ids, response masks, anchors and, from a cache, features; packed rows also say what starts where.
+    """Pad a batch: ids, response masks, anchors and, from a cache, features; packed rows also have the start of each conversation.
 
     Args:
         items (`list[dict[str, Any]]`): Of a [`ConversationDataset`].
-        packed_length (`int`, *optional*): Tokens of a row that holds several conversations; none: a row for each.
+        packed_length (`int`, *optional*): Tokens of a row that holds several conversations; `None`: one row each.
     """
     lengths = [len(item["conversation"].input_ids) for item in items]
     rows = [[index] for index in range(len(items))] if packed_length is None else pack(lengths, packed_length)
@@ -90,7 +90,7 @@ class EpochSampler(Sampler):
 
     Args:
         dataset ([`ConversationDataset`]): Knows the epoch.
-        group_size (`int`): Sequences of one optimiser step; grouping does not depend on how a step is split.
+        group_size (`int`): Sequences of one optimizer step; grouping does not depend on how a step is split.
         seed (`int`): Seed of the run.
     """
 

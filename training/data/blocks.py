@@ -1,4 +1,4 @@
-"""Anchors, blocks and their mask: which positions are trained and what they may see. Integers only, no model.
+"""Anchors, blocks and their mask: the trained positions and what they may see. Integers only, no model.
 
 A block starts at an anchor (position `a` in the response whose next token is also in the response). Position `k` has label
 `x[a + 1 + k]`, previous token `x[a + k]`, position `a + k`; it sees context positions `< a` and its own block.
@@ -6,7 +6,7 @@ A block starts at an anchor (position `a` in the response whose next token is al
 A row may hold several conversations (`training.data.packing`). Positions count from the start of a conversation, and a block
 sees and is supervised by its own conversation only.
 
-Shapes: `B` sequences, `T` tokens, `N` blocks a sequence, `K` block size, `P` positions of a block in the backbone (`K`, or
+Shapes: `B` sequences, `T` tokens, `N` blocks per sequence, `K` block size, `P` positions of a block in the backbone (`K`, or
 `K + 1` where the anchor's own position predicts nothing).
 """
 
@@ -149,12 +149,6 @@ def _may_read(
 
 
 __all__ = [
-    "Blocks",
-    "anchor_candidates",
-    "block_inputs",
-    "block_mask",
-    "block_positions",
-    "flex_block_mask",
-    "make_blocks",
-    "sample_anchors",
+    *("Blocks", "anchor_candidates", "block_inputs", "block_mask", "block_positions", "flex_block_mask"),
+    *("make_blocks", "sample_anchors"),
 ]

@@ -1,4 +1,4 @@
-"""Conversations as token ids: what the target saw through its chat template, and which of it are its own answers.
+"""Conversations as token ids: the target's view through its chat template, with the spans of its own answers.
 
 Reads what `training.regenerate` writes, and conversations given as `messages`. No features and no model here.
 """
@@ -45,14 +45,14 @@ class Conversation:
 
     @property
     def content(self) -> bytes:
-        """What training sees of it, for hashes."""
+        """The content that training sees, for hashes."""
         spans = [self.response_spans] if self.response_spans else []
         return str((self.input_ids, self.response_start, *spans)).encode()
 
 
 @dataclass
 class _Sequence:
-    """What the target saw and wrote, with the spans that it wrote, before anything is left out."""
+    """The tokens that the target saw and wrote, with the spans that it wrote, before anything is left out."""
 
     input_ids: tuple[int, ...]
     spans: Spans
@@ -67,9 +67,9 @@ def load_conversations(
     max_length: int,
     min_response: int = 2,
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Conversations of answer files; a longer one is cut, an answer below `min_response` tokens is not trained on.
+    """Conversations of answer files; long ones are cut, answers below `min_response` tokens are not trained on.
 
-    The turns of a conversation are one sequence where each continues the tokens of the one before. Where the chat template
+    The turns of a conversation are one sequence where each continues the tokens of the turn before. Where the chat template
     renders past turns differently, e.g. without their reasoning, each turn is a sequence: training sees what the target saw.
 
     Args:
@@ -83,7 +83,7 @@ def load_conversations(
         `tuple`: the conversations, and counts of `short_answers`, `long_prompts` (no room for an answer) and `cut`.
 
     Raises:
-        ValueError: if an answer names a prompt that is not there, or nothing is left to train on.
+        ValueError: if an answer names a prompt that does not exist, or nothing is left to train on.
     """
     conversations: list[Conversation] = []
     counts = {"short_answers": 0, "long_prompts": 0, "cut": 0}
@@ -107,7 +107,7 @@ def load_conversations(
 
 
 def _first_turns(prompts_file: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], list[int]]:
-    """Token ids of prompts, for answers that name their prompt only; the prompts are read when the first one asks."""
+    """Token ids of prompts, for answers that only name their prompt; prompts are read on the first call."""
     prompts: list[dict] = []
     rendered: dict[int, list[int]] = {}
 

@@ -63,7 +63,7 @@ def compute_features(
     # Padding sits on the right and attention is causal, so no mask is needed. Where positions start again, Transformers
     # separates the packed conversations, if it is given neither a mask nor a cache.
     packed = {} if starts is None else {"position_ids": torch.arange(starts.shape[1], device=starts.device) - starts}
-    tapped = hidden_states_argument(target_layer_ids)  # the others are dropped as the forward goes on
+    tapped = hidden_states_argument(target_layer_ids)  # the others are dropped during the forward
     outputs = target.base_model(input_ids=input_ids, output_hidden_states=tapped, use_cache=False, **packed)
     last = outputs.last_hidden_state
     features = tapped_features(outputs.hidden_states, target_layer_ids)

@@ -1,7 +1,6 @@
-"""Which tokens of a rendered conversation the assistant wrote.
+"""The tokens of a rendered conversation that the assistant wrote.
 
-Asked of the chat template where it says so itself (`{% generation %}`), and found by rendering the conversation turn by turn
-where it does not.
+The chat template marks them (`{% generation %}`); without marks, the conversation is rendered turn by turn.
 """
 
 import re
@@ -23,8 +22,8 @@ def assistant_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any) -> tuple
         messages (`list[dict]`): The conversation: `role` and `content` of each message.
 
     Raises:
-        ValueError: if there is no chat template, the messages are none, the tokenizer does not know where in the text its
-            tokens are, or the template renders a conversation differently once it goes on.
+        ValueError: if there is no chat template, the messages are malformed, the tokenizer does not know where in the text its
+            tokens are, or the template renders a turn differently in a longer conversation.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):
@@ -34,7 +33,9 @@ def assistant_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any) -> tuple
     ):
         raise ValueError(f"`messages` must be a list of objects with `role` and `content`, got {str(messages)[:120]}.")
     if not tokenizer.is_fast:
-        raise ValueError(f"`messages` need a fast tokenizer, which knows offsets; {type(tokenizer).__name__} is none.")
+        raise ValueError(
+            f"`messages` need a fast tokenizer, which knows offsets; {type(tokenizer).__name__} is not one."
+        )
     if _GENERATION.search(template):
         encoded = apply_template(tokenizer, messages, return_assistant_tokens_mask=True, return_dict=True)
         return encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]
@@ -51,8 +52,8 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
             through = _render(tokenizer, messages[: index + 1], answer_next=False).rstrip()
             if not through.startswith(before) or not text.startswith(through):
                 raise ValueError(
-                    f"The chat template renders message {index} differently in a longer conversation, so where the answer "
-                    "is cannot be told. Mark the answers in the template with `{% generation %}`, or let "
+                    f"The chat template renders message {index} differently in a longer conversation, so the place of the "
+                    "answer is unknown. Mark the answers in the template with `{% generation %}`, or let "
                     "`training.regenerate` answer the prompts: its records hold what the target saw."
                 )
             spans.append((len(before), len(through)))

@@ -60,9 +60,9 @@ def _read_dataset(source: str, split: str) -> list[dict]:
     try:
         saved = (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file()
         data: Any = load_from_disk(source) if saved else load_dataset(source, split=split)
-    except (OSError, ValueError, DatasetGenerationError) as error:  # not there, no network, no such split, other files
+    except (OSError, ValueError, DatasetGenerationError) as error:  # missing, no network, no such split, other files
         raise ValueError(
-            f"`prompts`: `{source}` is neither a `.jsonl` or `.parquet` file that is there nor a dataset that can be "
+            f"`prompts`: `{source}` is neither an existing `.jsonl` or `.parquet` file nor a dataset that can be "
             f"loaded with split `{split}` ({type(error).__name__}: {error})."
         ) from error
     if isinstance(data, DatasetDict):
@@ -85,7 +85,7 @@ def user_turns(record: Any) -> list[str]:
     """The user turns of a prompt.
 
     Raises:
-        ValueError: if the record has neither `turns` nor `text`, or a turn is no text.
+        ValueError: if the record has neither `turns` nor `text`, or a turn is not text.
     """
     turns = record.get("turns") if isinstance(record, dict) else None
     if not turns and isinstance(record, dict):
@@ -106,10 +106,10 @@ def _is_text(value: Any) -> bool:
 
 
 def check_thinking(thinking: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a thinking mode that the chat template does not know: it would be recorded without having been.
+    """Refuse a thinking mode that the chat template does not know: it would be recorded without effect.
 
     Raises:
-        ValueError: if `thinking` is no mode, or the template does not mention `enable_thinking`.
+        ValueError: if `thinking` is not a mode, or the template does not mention `enable_thinking`.
     """
     if thinking not in get_args(Thinking):
         raise ValueError(f"`thinking` must be one of {list(get_args(Thinking))}, got {thinking!r}.")
@@ -188,15 +188,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: Any, thinking: Thinki
 
 
 __all__ = [
-    "Thinking",
-    "apply_template",
-    "chat",
-    "check_thinking",
-    "continuation_ids",
-    "prompt_ids",
-    "read_prompts",
-    "render_chat",
-    "template_options",
-    "text_ids",
-    "user_turns",
+    *("Thinking", "apply_template", "chat", "check_thinking", "continuation_ids", "prompt_ids"),
+    *("read_prompts", "render_chat", "template_options", "text_ids", "user_turns"),
 ]

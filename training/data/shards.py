@@ -40,24 +40,9 @@ class ShardFolder:
         return self.folder / f"{name}.safetensors"
 
     def index(self) -> dict[str, dict[str, Any]]:
-        """Entries by shard name.
-
-        Raises:
-            ValueError: if the index is damaged.
-        """
+        """Entries by shard name."""
         path = self.folder / "index.json"
-        if not path.is_file():
-            return {}
-        try:
-            entries = json.loads(path.read_text())["shards"]
-            return {
-                name: entry | {"bytes": int(entry["bytes"]), "sha256": entry["sha256"]}
-                for name, entry in entries.items()
-            }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"`{path}` is damaged ({error}); delete it and start again: the shards are entered into a new one."
-            ) from error
+        return json.loads(path.read_text())["shards"] if path.is_file() else {}
 
     def missing(self, sizes: dict[str, int]) -> list[str]:
         """The shards that have to be written; complete shards that the index lacks are entered.

@@ -1,4 +1,4 @@
-"""How well a drafter does on recorded rounds: lists of rounds in, numbers out.
+"""The figures of a drafter on recorded rounds: lists of rounds in, numbers out.
 
 The rounds are those of `training.confidence.rounds`: every block verified at full length. The metric modules in `training/evaluation/metrics`
 are these functions. Nothing is read, written, decoded or timed here.
@@ -20,12 +20,12 @@ from training.confidence.scaling import Rounds, calibration_report
 
 @dataclass(frozen=True)
 class ThresholdPoint:
-    """What verifying only up to the first confidence below `threshold` would have given.
+    """Figures of verification that stops at the first confidence below `threshold`.
 
     Attributes:
         threshold (`float`): Smallest calibrated confidence `c_k` that is verified.
-        drafts_per_round (`float`): Drafts verified in a round, on average.
-        acceptance_length (`float`): Tokens a round yields, bonus token counted.
+        drafts_per_round (`float`): Mean number of drafts verified per round.
+        acceptance_length (`float`): Tokens per round, bonus token included.
         verify_rate (`float`, *optional*): Drafts accepted over drafts verified; `None` where nothing is verified.
     """
 
@@ -60,16 +60,16 @@ def acceptance_figures(
     new_tokens: Sequence[int],
     num_draft_positions: int | None = None,
 ) -> dict[str, Any]:
-    """Accepted length, verify rate and conditional acceptance of rounds.
+    """Acceptance length, verify rate and acceptance rate by position of rounds.
 
     Args:
         verified (`Sequence[int]`): Drafts that the target verified in each round; 0 in a round without drafts.
         accepted (`Sequence[int]`): Leading drafts that it kept.
         new_tokens (`Sequence[int]`): Tokens of the round, bonus or replacement token included.
-        num_draft_positions (`int`, *optional*): Positions of a block; by default the most that were verified in a round.
+        num_draft_positions (`int`, *optional*): Positions of a block; by default the maximum that a round verified.
 
     Returns:
-        `dict`: `rounds` and `new_tokens`, in all; `acceptance_length`, tokens a round; `drafts_per_round`, verified;
+        `dict`: `rounds` and `new_tokens`, in all; `acceptance_length`, tokens per round; `drafts_per_round`, verified;
         `verify_rate`, accepted over verified drafts; `tried_by_position`, rounds in which the position was verified and all
         before it were accepted; `acceptance_rate_by_position`, the share of those in which it was accepted. Drafts behind the
         end of a text count as not verified. A share of nothing is `None`.
@@ -143,7 +143,7 @@ def calibration_figures(
     """
     reached = max(verified, default=0)
     if reached == 0:
-        raise ValueError("No round has a verified draft, so there is nothing to say about confidence.")
+        raise ValueError("No round has a verified draft, so there are no figures of confidence.")
     for number, (row, checked) in enumerate(zip(logits, verified, strict=True)):
         if len(row) < checked:
             raise ValueError(f"Round {number} has {checked} verified drafts and {len(row)} logits.")
@@ -159,7 +159,7 @@ def calibration_figures(
 def threshold_sweep(
     rounds: Rounds, new_tokens: Sequence[int], *, temperatures: Sequence[float] | None, thresholds: Sequence[float]
 ) -> list[ThresholdPoint]:
-    """What confidence thresholds would have given in rounds that were verified at full length.
+    """Figures that confidence thresholds would have given in rounds that were verified at full length.
 
     Each round is cut before its first position with `c_k < threshold`; a round that loses accepted drafts yields the token
     after the cut, as the target's own. Rounds begin where those of full length began; in a run with the threshold, others
@@ -211,8 +211,8 @@ def speed_figures(records: Sequence[dict[str, Any]], *, resamples: int = 2000, s
     return Speed(len(records), plain, assisted, assisted / plain, interval)
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(count: int, total: int) -> float | None:
+    return count / total if total else None
 
 
 __all__ = [

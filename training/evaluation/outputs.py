@@ -29,7 +29,7 @@ def write_report(folder: Path, report: EvalReport, rounds: Rounds | None) -> Non
 
 
 def markdown(report: EvalReport) -> str:
-    """The report as Markdown: what was measured where, and a table for each kind of figure."""
+    """The report as Markdown: the conditions, and a table for each kind of figure."""
     sections = [f"# Evaluation of {report.drafter['name']}", _conditions(report), _acceptance_table(report)]
     sections.append(_position_table(report))
     if report.pooled.calibration is not None:
@@ -41,7 +41,7 @@ def markdown(report: EvalReport) -> str:
     return "\n\n".join([*sections, *(f"Note: {note}" for note in report.notes)]) + "\n"
 
 
-def _parts(report: EvalReport) -> dict[str, SetReport]:
+def _sets(report: EvalReport) -> dict[str, SetReport]:
     """The sets, and all of them pooled where there are several."""
     return report.sets if len(report.sets) == 1 else report.sets | {POOLED: report.pooled}
 
@@ -66,19 +66,19 @@ def _number(value: float | None, form: str) -> str:
 def _acceptance_table(report: EvalReport) -> str:
     header = ["set", "prompts", "skipped", "rounds", "accepted length", "drafts a round", "verify rate"]
     rows = []
-    for name, part in _parts(report).items():
-        figures = part.acceptance
-        counts = [f"{count:,}" for count in (part.prompts, part.skipped, figures["rounds"])]
-        shares = [f"{figures['acceptance_length']:.3f}", f"{figures['drafts_per_round']:.2f}"]
-        rows.append([name, *counts, *shares, _number(figures["verify_rate"], ".1%")])
+    for name, figures in _sets(report).items():
+        acceptance = figures.acceptance
+        counts = [f"{count:,}" for count in (figures.prompts, figures.skipped, acceptance["rounds"])]
+        means = [f"{acceptance['acceptance_length']:.3f}", f"{acceptance['drafts_per_round']:.2f}"]
+        rows.append([name, *counts, *means, _number(acceptance["verify_rate"], ".1%")])
     return "## Acceptance\n\n" + compact_table(header, rows)
 
 
 def _position_table(report: EvalReport) -> str:
     header = ["set", *(f"position {position}" for position in range(report.drafter["block_size"]))]
     rows = [
-        [name, *(_number(share, ".1%") for share in part.acceptance["acceptance_rate_by_position"])]
-        for name, part in _parts(report).items()
+        [name, *(_number(share, ".1%") for share in figures.acceptance["acceptance_rate_by_position"])]
+        for name, figures in _sets(report).items()
     ]
     return "## Conditional acceptance\n\n" + compact_table(header, rows)
 
@@ -87,17 +87,18 @@ def calibration_table(report: EvalReport) -> str:
     """Calibration by position and on average as a Markdown section."""
     header = ["set", "position", "rounds", "survived", "T", "ECE", "floor", "AUC", "Brier"]
     rows = []
-    for name, part in _parts(report).items():
-        figures = part.calibration
-        if figures is None:
+    for name, figures in _sets(report).items():
+        calibration = figures.calibration
+        if calibration is None:
             continue
-        for position, count in enumerate(figures["counts"] if part is report.pooled or len(report.sets) == 1 else []):
-            metrics = _before_after(figures["before"], figures["after"], position)
-            temperature = _number(figures["temperatures"] and figures["temperatures"][position], ".3f")
-            survived, floor = f"{figures['survived'][position]:.1%}", f"{figures['ece_floor'][position]:.2%}"
+        by_position = figures is report.pooled or len(report.sets) == 1
+        for position, count in enumerate(calibration["counts"] if by_position else []):
+            metrics = _before_after(calibration["before"], calibration["after"], position)
+            temperature = _number(calibration["temperatures"] and calibration["temperatures"][position], ".3f")
+            survived, floor = f"{calibration['survived'][position]:.1%}", f"{calibration['ece_floor'][position]:.2%}"
             rows.append([name, str(position), f"{count:,}", survived, temperature, metrics[0], floor, *metrics[1:]])
-        metrics = _before_after(figures["means"]["before"], figures["means"]["after"], None)
-        floor = f"{sum(figures['ece_floor']) / len(figures['ece_floor']):.2%}"
+        metrics = _before_after(calibration["means"]["before"], calibration["means"]["after"], None)
+        floor = f"{sum(calibration['ece_floor']) / len(calibration['ece_floor']):.2%}"
         rows.append([name, "mean", "", "", "", metrics[0], floor, *metrics[1:]])
     return "## Calibration of survival, before and after scaling\n\n" + compact_table(header, rows)
 
@@ -131,8 +132,8 @@ def threshold_table(report: EvalReport) -> str:
 def _speed_table(report: EvalReport) -> str:
     header = ["set", "prompts", "plain tok/s", "assisted tok/s", "ratio", "95 %"]
     rows = []
-    for name, part in _parts(report).items():
-        if (speed := part.speed) is not None:
+    for name, figures in _sets(report).items():
+        if (speed := figures.speed) is not None:
             interval = "" if speed.interval is None else "{:.3f} to {:.3f}".format(*speed.interval)
             speeds = f"{speed.plain:.1f}", f"{speed.assisted:.1f}", f"{speed.ratio:.3f}"
             rows.append([name, str(speed.num_prompts), *speeds, interval])
@@ -143,27 +144,26 @@ def _speed_table(report: EvalReport) -> str:
 def plot_acceptance(path: Path, report: EvalReport) -> None:
     """Draw conditional acceptance by position, a line for each set and one for all, which has one standard error."""
     figure, (axes,) = _figure(1)
-    for name, part in _parts(report).items():
-        figures = zip(
-            part.acceptance["acceptance_rate_by_position"], part.acceptance["tried_by_position"], strict=True
-        )
-        known = [(position, share, count) for position, (share, count) in enumerate(figures) if count]
+    for name, figures in _sets(report).items():
+        acceptance = figures.acceptance
+        rates = zip(acceptance["acceptance_rate_by_position"], acceptance["tried_by_position"], strict=True)
+        known = [(position, share, count) for position, (share, count) in enumerate(rates) if count]
         positions, shares, counts = zip(*known, strict=True) if known else ((), (), ())
         errors = [math.sqrt(share * (1 - share) / count) for share, count in zip(shares, counts, strict=True)]
         is_main = name == POOLED or len(report.sets) == 1  # the bars of many sets would hide each other
         axes.errorbar(positions, shares, yerr=errors if is_main else None, capsize=3, **_style(name))
-    axes.set(xlabel="position", ylabel="accepted, given that all positions before were", ylim=(0, 1.02))
+    axes.set(xlabel="position", ylabel="accepted, given that all earlier positions were", ylim=(0, 1.02))
     axes.set_xticks(range(report.drafter["block_size"]))
     _save(figure, axes, path)
 
 
 def plot_thresholds(path: Path, report: EvalReport) -> None:
-    """Draw accepted length and verify rate by confidence threshold, a line for each set and one for all."""
+    """Draw acceptance length and verify rate by confidence threshold, a line for each set and one for all."""
     figure, panels = _figure(2)
-    labels = {"acceptance_length": "accepted length", "verify_rate": "accepted of the verified drafts"}
+    labels = {"acceptance_length": "acceptance length", "verify_rate": "accepted of the verified drafts"}
     for panel, (field, label) in zip(panels, labels.items(), strict=True):
-        for name, part in _parts(report).items():
-            points = [point for point in part.thresholds or () if getattr(point, field) is not None]
+        for name, figures in _sets(report).items():
+            points = [point for point in figures.thresholds or () if getattr(point, field) is not None]
             values = [getattr(point, field) for point in points]
             panel.plot([point.threshold for point in points], values, **_style(name))
         panel.set(xlabel="confidence threshold", ylabel=label)
@@ -211,11 +211,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 
 
 __all__ = [
-    "calibration_table",
-    "markdown",
-    "plot_acceptance",
-    "plot_reliability_of",
-    "plot_thresholds",
-    "threshold_table",
-    "write_report",
+    *("calibration_table", "markdown", "plot_acceptance", "plot_reliability_of", "plot_thresholds"),
+    *("threshold_table", "write_report"),
 ]

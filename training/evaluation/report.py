@@ -21,6 +21,11 @@ from training.evaluation.figures import (
 
 FORMAT = 1
 POOLED = "pooled"
+_RENAMED = {  # keys in reports of release 0.1
+    "accepted_length": "acceptance_length",
+    "acceptance_by_position": "acceptance_rate_by_position",
+    "num_slots": "num_draft_positions",
+}
 
 
 @dataclass(frozen=True)
@@ -72,17 +77,21 @@ class EvalReport:
 
     @classmethod
     def from_json(cls, text: str) -> "EvalReport":
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote, also in release 0.1.
 
         Raises:
             ValueError: if the text is not JSON, or not a report of this format.
         """
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_with_new_names)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"This is not a report of `training.evaluate` in format {FORMAT}.")
         _check_names(cls, data)
         sets = {name: _set_from(figures) for name, figures in data["sets"].items()}
         return cls(**data | {"sets": sets, "pooled": _set_from(data["pooled"]), "notes": tuple(data["notes"])})
+
+
+def _with_new_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in pairs}
 
 
 def set_report(

@@ -1,8 +1,7 @@
 """Time ways of generating against each other on the same prompts.
 
-All methods answer a prompt in the same run, turn and turn about, so that a machine that slows down slows all of them.
-A method is a name and its arguments of `generate`; unless they say otherwise, decoding is greedy. Nothing here loads,
-prints or writes.
+All methods answer a prompt with the same target and in turns, so that a machine that slows down slows all of them.
+A method is a name and its arguments of `generate`; decoding is greedy by default. Nothing here loads, prints or writes.
 """
 
 import statistics
@@ -27,7 +26,7 @@ class Call:
     Attributes:
         tokens (`list[int]`): New tokens, the end-of-text token included.
         seconds (`float`): Wall time of the whole call, prefill included.
-        run (`RunStatistics`, *optional*): What the drafter counted, if one assisted.
+        run (`RunStatistics`, *optional*): The drafter's counts, if a drafter assisted.
     """
 
     tokens: list[int]
@@ -71,7 +70,7 @@ class Measurement:
 def timed_call(
     target: PreTrainedModel, prompt_ids: Sequence[int], *, max_new_tokens: int, arguments: Mapping[str, Any]
 ) -> Call:
-    """Time `generate` over one prompt, greedy unless `arguments` say otherwise.
+    """Time `generate` over one prompt, greedy by default.
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The target.
@@ -110,7 +109,7 @@ def measure(
     first: int = 0,
     on_call: Callable[[], Any] | None = None,
 ) -> Measurement:
-    """Time all methods on one prompt, interleaved; the one that starts changes with every repeat.
+    """Time all methods on one prompt, interleaved; the starting method changes with every repeat.
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The target.

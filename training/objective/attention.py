@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 CHUNKED_ATTENTION = "dspark_chunked"
-_BLOCKS_A_CHUNK = 16
+_BLOCKS_PER_CHUNK = 16
 
 
 def chunked_attention(
@@ -41,12 +41,12 @@ def chunked_attention(
     """
     num_queries = query.shape[2]
     num_context = key.shape[2] - num_queries
-    chunk = _BLOCKS_A_CHUNK * module.config.num_block_positions
+    chunk = _BLOCKS_PER_CHUNK * module.config.num_block_positions
     outputs = []
     for start in range(0, num_queries, chunk):
         end = min(start + chunk, num_queries)
-        seen = attention_mask[:, 0, start:end, :num_context].any(dim=1).any(dim=0).nonzero()
-        visible = slice(int(seen[0]), int(seen[-1]) + 1) if seen.numel() else slice(0, 0)
+        read = attention_mask[:, 0, start:end, :num_context].any(dim=1).any(dim=0).nonzero()
+        visible = slice(int(read[0]), int(read[-1]) + 1) if read.numel() else slice(0, 0)
         own = slice(num_context + start, num_context + end)
         output, _ = sdpa_attention_forward(
             module,

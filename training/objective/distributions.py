@@ -1,4 +1,4 @@
-"""The distributions that the loss compares, made for a few positions at a time from what is small: hidden states.
+"""The distributions that the loss compares, computed for a few positions at a time from hidden states, which are small.
 
 Nothing here is of size `[n, V]`; `training.objective.losses` asks for chunks and drops them.
 
@@ -16,12 +16,12 @@ from modeling_dspark.target_binding import TargetBinding
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The frozen target's distribution at each position.
+    """The target's distribution at each position.
 
     Attributes:
         binding ([`TargetBinding`]): The target's LM head.
         last_hidden (`torch.Tensor` of shape `(P, D)`): After the final norm.
-        positions (`torch.LongTensor` of shape `(n,)`): The position that each position is predicted from.
+        positions (`torch.LongTensor` of shape `(n,)`): The position whose logits predict each supervised position.
         logsumexp (`torch.Tensor` of shape `(P,)`, *optional*):
             Of the logits over the whole vocabulary. With it, a reduced draft vocabulary takes only its own rows of the LM
             head; `None` computes it.
@@ -33,18 +33,18 @@ class TargetDistribution:
     logsumexp: torch.Tensor | None = None
 
     @torch.no_grad()
-    def probabilities(self, part: slice) -> torch.Tensor:
+    def probabilities(self, chunk: slice) -> torch.Tensor:
         """`p` `[m, Vd]` in fp32; rows sum to less than 1 where the draft vocabulary is reduced."""
-        # A position serves several blocks, which are neighbours: its logits are computed once for a chunk.
-        positions, draft_positions = self.positions[part].unique(return_inverse=True)
+        # A position serves several neighboring blocks: its logits are computed once per chunk.
+        positions, rows = self.positions[chunk].unique(return_inverse=True)
         hidden, ids = self.last_hidden[positions], self.binding.draft_token_ids
         if self.logsumexp is not None:
             logits = self.binding.draft_logits(hidden).float()
-            return (logits - self.logsumexp[positions, None]).exp_()[draft_positions]
+            return (logits - self.logsumexp[positions, None]).exp_()[rows]
         logits = self.binding.target_logits(hidden).float()
         if ids is None:
-            return logits.softmax(dim=-1)[draft_positions]
-        return (logits[:, ids] - logits.logsumexp(dim=-1, keepdim=True)).exp_()[draft_positions]
+            return logits.softmax(dim=-1)[rows]
+        return (logits[:, ids] - logits.logsumexp(dim=-1, keepdim=True)).exp_()[rows]
 
 
 def draft_logits(
@@ -58,7 +58,7 @@ def draft_logits(
 
 
 def bias_parameters(drafter: DSparkModel) -> list[torch.nn.Parameter]:
-    """What `draft_logits` reads and training changes; adapters on `W2` included."""
+    """The trained parameters that `draft_logits` reads, adapters on `W2` included."""
     if drafter.markov_head is None:
         return []
     return [parameter for parameter in drafter.markov_head.markov_w2.parameters() if parameter.requires_grad]

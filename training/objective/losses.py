@@ -1,4 +1,4 @@
-"""The three losses of DSpark, and a fourth that leads them: pure functions over supervised positions.
+"""The three losses of DSpark, and distillation, which precedes them: pure functions over supervised positions.
 
 `L = ce * CE + kd * KD + l1 * L1 + confidence * BCE`, each `sum(w * term) / sum(w)` with position weights
 `w_k = exp(-(k - 1) / decay)`, `k = 1..K`. `L1 = sum_v |q - p|` over the whole vocabulary, the BCE target is
@@ -41,7 +41,7 @@ class LossWeights:
 class PositionTerms:
     """Terms of each supervised position, detached: `ce`, `kd`, `l1`, `agreement`, `[n]` each.
 
-    `kd` is 0 where its weight is; `agreement` tells whether q and p have the same argmax within the draft vocabulary.
+    `kd` is 0 where its weight is; `agreement` is 1 where q and p have the same argmax within the draft vocabulary.
     """
 
     ce: torch.Tensor
@@ -55,7 +55,7 @@ DraftLogits = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Work:
-    """What the loop over chunks needs besides the tensors that are differentiated."""
+    """The inputs of the loop over chunks that are not differentiated."""
 
     draft_logits_of: DraftLogits
     target_of: Callable[[slice], torch.Tensor]
@@ -78,14 +78,14 @@ def position_weights(block_size: int, decay: float | None, device: torch.device 
 
 
 def _chunk_terms(
-    logits: torch.Tensor, p: torch.Tensor, work: _Work, part: slice
+    logits: torch.Tensor, p: torch.Tensor, work: _Work, chunk: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Terms `[4, m]` of one chunk in the order of `PositionTerms`, and the gradient `[m, Vd]` of its weighted sum.
 
     d CE / dz = q - onehot;  d KD / dz = q * sum(p) - p;  d L1 / dz = q * (s - <q, s>), s = sign(q - p).
     `labels` is -1 for tokens outside the draft vocabulary.
     """
-    labels, scale = work.labels[part], work.loss_weights
+    labels, scale = work.labels[chunk], work.loss_weights
     known, index = (labels >= 0).float(), labels.clamp(min=0)[:, None]
     log_q = logits.float().log_softmax(dim=-1)
     agreement = (log_q.argmax(dim=-1) == p.argmax(dim=-1)).float()
@@ -99,7 +99,7 @@ def _chunk_terms(
     terms = torch.stack([ce, kd, l1, agreement])
     if not work.with_gradient:
         return terms, None
-    weights = work.weights[part].float()
+    weights = work.weights[chunk].float()
     gradient = difference.sign_()
     of_q = scale.ce * known + scale.kd * mass - scale.l1 * _dot(q, gradient)
     gradient.mul_(scale.l1).add_(of_q[:, None]).mul_(q)
@@ -109,9 +109,9 @@ def _chunk_terms(
     return terms, gradient.mul_(weights[:, None])
 
 
-def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Row by row `[m]`, without a product of the size of the operands."""
-    return torch.einsum("nv,nv->n", one, other)
+    return torch.einsum("nv,nv->n", a, b)
 
 
 def _run_chunks(work: _Work, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -126,34 +126,34 @@ def _run_chunks(work: _Work, inputs: Sequence[torch.Tensor | None]) -> tuple[tor
     gradients: list[Any] = [None] * len(inputs)
     for i in wanted:
         gradients[i] = torch.zeros_like(inputs[i], dtype=None if i < 2 else torch.float32)  # type: ignore[arg-type]
-    for part in work.chunks():
+    for chunk in work.chunks():
         with torch.set_grad_enabled(bool(wanted)):
-            leaves: list[Any] = [*(_leaf(tensor, part) for tensor in inputs[:2]), *inputs[2:]]
+            leaves: list[Any] = [*(_leaf(tensor, chunk) for tensor in inputs[:2]), *inputs[2:]]
             logits = work.draft_logits_of(leaves[0], leaves[1])
-        p = work.target_of(part)
+        p = work.target_of(chunk)
         with torch.autocast(logits.device.type, enabled=False):  # it would take the sums over the vocabulary in bf16
-            terms[:, part], gradient = _chunk_terms(logits.detach(), p, work, part)
+            terms[:, chunk], gradient = _chunk_terms(logits.detach(), p, work, chunk)
         del p
         if gradient is not None and wanted:
             gradient = gradient.to(logits.dtype)
-            found = torch.autograd.grad(logits, [leaves[i] for i in wanted], gradient, allow_unused=True)
-            for i, one in zip(wanted, found, strict=True):
-                if one is not None:
-                    (gradients[i][part] if i < 2 else gradients[i]).add_(one)
-            del found, one
+            of_leaves = torch.autograd.grad(logits, [leaves[i] for i in wanted], gradient, allow_unused=True)
+            for i, of_leaf in zip(wanted, of_leaves, strict=True):
+                if of_leaf is not None:
+                    (gradients[i][chunk] if i < 2 else gradients[i]).add_(of_leaf)
+            del of_leaves, of_leaf
         del logits, gradient  # before the next chunk makes its own
     return terms, gradients
 
 
-def _leaf(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    """Rows of `tensor` from which a graph of their own starts."""
-    return None if tensor is None else tensor[part].detach().requires_grad_(tensor.requires_grad)
+def _leaf(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Rows of `tensor` as leaves of a graph of their own."""
+    return None if tensor is None else tensor[rows].detach().requires_grad_(tensor.requires_grad)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """`sum_n w_n (ce * CE_n + kd * KD_n + l1 * L1_n)`, its gradients made chunk by chunk in the forward.
 
-    `backward` only scales, and hands on the gradients of parameters like any others, so that hooks on them fire.
+    `backward` only scales them; gradients of parameters pass through autograd like any others, so that hooks fire.
     """
 
     @staticmethod
@@ -199,8 +199,8 @@ def weighted_position_loss(
         labels (`torch.LongTensor` of shape `(n,)`): Label in the draft vocabulary, -1 if it is not in it.
         weights (`torch.Tensor` of shape `(n,)`): Position weights.
         loss_weights ([`LossWeights`]): Weights of the terms.
-        parameters (`Sequence[torch.Tensor]`, *optional*): What `draft_logits_of` reads and training changes (`W2`); one
-            that is left out gets no gradient from here.
+        parameters (`Sequence[torch.Tensor]`, *optional*): Trained parameters that `draft_logits_of` reads (`W2`); the
+            others get no gradient from here.
         chunk_size (`int`, *optional*, defaults to `256`): Positions computed at once.
 
     Returns:
@@ -225,10 +225,6 @@ def linear_between(start: float, end: float, fraction: float) -> float:
 
 
 __all__ = [
-    "LossWeights",
-    "PositionTerms",
-    "confidence_loss",
-    "linear_between",
-    "position_weights",
+    *("LossWeights", "PositionTerms", "confidence_loss", "linear_between", "position_weights"),
     "weighted_position_loss",
 ]

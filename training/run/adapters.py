@@ -21,7 +21,7 @@ _HEADS = ("markov_head", "confidence_head")
 
 
 def add_lora(drafter: DSparkModel, *, rank: int, alpha: int, dropout: float = 0.0) -> "LoraConfig":
-    """Put adapters into every linear layer of the backbone; only they and the heads are trained from then on.
+    """Put adapters into every linear layer of the backbone; from then on only they and the heads train.
 
     Raises:
         ValueError: without `peft`.

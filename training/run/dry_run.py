@@ -184,7 +184,7 @@ def _activations(
     queries, context = batch * anchors * config.block_size, batch * max_length
     layer = queries * block + context * key_value
     layers = config.num_hidden_layers
-    # The name that Transformers 5.24 gave it; older ones have the other only.
+    # Transformers 5.24 renamed it; older versions have the first name only.
     checkpointing = training.gradient_checkpointing or getattr(training, "activation_checkpointing", False)
     elements = queries * size * layers + layer if checkpointing else layer * layers
     elements += context * (len(config.target_layer_ids or ()) + 2) * size  # the fusion's input and output

@@ -134,7 +134,7 @@ def parse_arguments(
     groups: Any = (DrafterArguments, DataArguments, DSparkTrainingArguments)
     # No abbreviations: `--conf` would be taken for `--config` here, and not be read below.
     parser = CommandParser(groups, command="train", description=description, allow_abbrev=False)
-    argv = [_renamed_flag(word) for word in argv]
+    argv = list(argv)
     parser.add_argument("--config", help="YAML file of arguments; every key is also a flag.")
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only_config.add_argument("--config", action="append", default=[])
@@ -142,28 +142,22 @@ def parse_arguments(
     if len(files) > 1:
         raise ValueError(f"`--config` may be given once, got {files}.")
     if files:
-        content = _read_yaml(Path(files[0]), {item.name for group in groups for item in fields(group)})
+        content = _read_yaml(Path(files[0]), {item.name for group in groups for item in fields(group)} | set(_RENAMED))
         parser.set_defaults(**{name: None for name, value in content.items() if value is None})
         argv = _as_flags(content) + argv  # of a flag given twice, the later one counts
+    for place, word in enumerate(argv):
+        if names := _new_name(word):
+            message = f"`{names[0]}` is deprecated and goes with the next release; write `{names[1]}`."
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            argv[place] = f"--{names[1]}{word[2 + len(names[0]) :]}"
     parsed = parser.parse_args_into_dataclasses(args=argv)
     return parsed[0], parsed[1], parsed[2]
 
 
-def _renamed(name: Any, shown: str, instead: str) -> Any:
-    if name not in _RENAMED:
-        return name
-    warnings.warn(f"`{shown}` is deprecated and goes with the next release; write `{instead}`.", FutureWarning)
-    return _RENAMED[name]
-
-
-def _renamed_flag(word: str) -> str:
-    flag, equals, value = word.partition("=")
-    name = flag.removeprefix("--").replace("-", "_")
-    if not flag.startswith("--") or name not in _RENAMED:
-        return word
-    instead = f"--{_RENAMED[name].replace('_', '-')}"
-    _renamed(name, flag, instead)
-    return instead + equals + value
+def _new_name(word: str) -> tuple[str, str] | None:
+    """Old and new name of a flag of release 0.1."""
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    return (name, _RENAMED[name]) if word.startswith("--") and name in _RENAMED else None
 
 
 def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
@@ -175,7 +169,6 @@ def _read_yaml(path: Path, known: set[str]) -> dict[str, Any]:
         raise ValueError(f"`--config`: `{path}` is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path}` must hold `key: value` lines, got {content!r}.")
-    content = {_renamed(name, f"{name}:", f"{_RENAMED.get(name)}:"): value for name, value in content.items()}
     unknown = sorted(str(name) for name in content if name not in known)
     if unknown:
         raise ValueError(f"`{path}` has unknown keys {unknown}; `--help` lists the known ones.")

@@ -114,12 +114,7 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
 
 
 def _noted(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{path}` is damaged ({error}); resume from another checkpoint.") from error
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {_RENAMED.get(name, name): value for name, value in saved.items()}
 
 

@@ -222,7 +222,7 @@ class DSparkTrainer(Trainer):
             )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """An entry of the log at every checkpoint, so that a resumed run pools over the same steps as an undisturbed one."""
+        """An entry of the log at every checkpoint, so that a resumed run pools over the same steps as an undisturbed run."""
         if self.control.should_save and self.args.logging_strategy != IntervalStrategy.NO:
             self.control.should_log = True
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -235,7 +235,7 @@ class DSparkTrainer(Trainer):
                 folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 note_settings(folder, self.run_settings)
             super()._save_checkpoint(*args, **kwargs)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own error for a full disk
             raise ValueError(
                 f"The checkpoint of step {self.state.global_step} in `{self.args.output_dir}` could not be written "
                 f"({str(error).splitlines()[0]}). With space on the disk, `--resume-from-checkpoint true` continues from the "

@@ -38,7 +38,7 @@ Example:
 
 
 class ConfidenceCalibration(evaluate.Metric):
-    """What `training.evaluation.figures.calibration_figures` returns, for rounds that come one by one or in batches."""
+    """Wraps `training.evaluation.figures.calibration_figures`, for rounds that come one by one or in batches."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = {

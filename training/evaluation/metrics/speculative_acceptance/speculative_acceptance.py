@@ -1,4 +1,4 @@
-"""Accepted length, verify rate and acceptance by position as a metric of the library `evaluate`.
+"""Acceptance length, verify rate and acceptance rate by position as a metric of the library `evaluate`.
 
 `evaluate.load` copies this file elsewhere, so it imports by absolute names only.
 """
@@ -18,10 +18,10 @@ Args:
     predictions (`list[int]`): Drafts that the target verified in each round; 0 in a round without drafts.
     references (`list[int]`): Leading drafts that it kept.
     new_tokens (`list[int]`): Tokens of each round, bonus or replacement token included.
-    num_draft_positions (`int`, *optional*): Positions of a block; by default the most that were verified in a round.
+    num_draft_positions (`int`, *optional*): Positions of a block; by default the maximum that a round verified.
 
 Returns:
-    `dict`: `rounds`, `new_tokens`, `acceptance_length` (tokens a round), `drafts_per_round`, `verify_rate` (kept over
+    `dict`: `rounds`, `new_tokens`, `acceptance_length` (tokens per round), `drafts_per_round`, `verify_rate` (kept over
     verified), `tried_by_position` and `acceptance_rate_by_position` (of the rounds in which the position was verified and all
     before it were kept, the share in which it was kept; `None` where there are none).
 
@@ -36,7 +36,7 @@ Example:
 
 
 class SpeculativeAcceptance(evaluate.Metric):
-    """What `training.evaluation.figures.acceptance_figures` returns, for rounds that come one by one or in batches."""
+    """Wraps `training.evaluation.figures.acceptance_figures`, for rounds that come one by one or in batches."""
 
     def _info(self) -> evaluate.MetricInfo:
         integer = datasets.Value("int64")

@@ -1,4 +1,4 @@
-"""A model card, with its plots and `.eval_results`, out of reports and facts. Measures nothing, and adds no number."""
+"""Render a model card, its plots and its `.eval_results` from reports and facts. Nothing is measured here."""
 
 import json
 import tempfile
@@ -8,29 +8,23 @@ from typing import Any
 
 import jinja2
 from huggingface_hub import ModelCard
-from jinja2.sandbox import SandboxedEnvironment
 
 from hub_upload.card.facts import FACTS_FILE, stated
+from hub_upload.card.header import CARD, eval_results, metadata
 from hub_upload.card.inputs import CardInputs, read_inputs
-from hub_upload.card.metadata import eval_results, metadata
-from hub_upload.card.quotes import BLANK, check_quoted, slug
+from hub_upload.card.quotes import check_numbers, check_prose, slug
 from hub_upload.card.tables import TABLES
 from training.common.files import write_atomically
 from training.evaluation.outputs import plot_acceptance
 from training.evaluation.report import EvalReport
 
 
-CARD = "README.md"
 MARK = "<!-- Made by `python -m hub_upload card`"
-_FILTERS = ("capitalize", "trim", "wordwrap")  # which make no other number of one
-_QUOTING = tuple(
-    getattr(jinja2.nodes, name) for name in ("Output", "TemplateData", "Call", "Getattr", "Name", "Const", "Filter")
-)
 _TEMPLATE = Path(__file__).parents[1] / "templates" / "model_card.md"
 
 
 def card_files(drafter: Path, *, facts: Path | None = None, reports: Sequence[Path] | None = None) -> dict[str, bytes]:
-    """The files of a card: `README.md`, a plot for each evaluation, `.eval_results/*.yaml`.
+    """The files of a card: `README.md`, a plot per evaluation, `.eval_results/*.yaml`.
 
     Args:
         drafter (`Path`): Folder of the drafter.
@@ -41,7 +35,7 @@ def card_files(drafter: Path, *, facts: Path | None = None, reports: Sequence[Pa
         `dict[str, bytes]`: Contents by path, the same for the same inputs.
 
     Raises:
-        ValueError: if an input is missing, broken, or of another drafter, or a number is in no source.
+        ValueError: if an input is missing, broken or of another drafter, or if a number comes from no source.
     """
     inputs = read_inputs(drafter, facts=facts, reports=reports)
     plots = plot_names(inputs)
@@ -59,7 +53,7 @@ def write_card(
     reports: Sequence[Path] | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write a card, and beside it its plots and `.eval_results`.
+    """Write a card, its plots and its `.eval_results`.
 
     Args:
         drafter (`Path`): Folder of the drafter.
@@ -69,7 +63,7 @@ def write_card(
         overwrite (`bool`, *optional*, defaults to `False`): Replace a card that was not made by this function.
 
     Raises:
-        ValueError: as `card_files` does, or if a card that someone wrote would be lost.
+        ValueError: as `card_files` does, or if a card written by hand would be lost.
     """
     target = output or drafter / CARD
     if target.is_file() and MARK not in target.read_text(encoding="utf-8") and not overwrite:
@@ -85,7 +79,7 @@ def write_card(
 
 
 def check_card(drafter: Path, files: dict[str, bytes]) -> None:
-    """Refuse a folder whose card is not what its facts and reports make.
+    """Refuse a folder whose card differs from what its facts and reports make.
 
     Raises:
         ValueError: if a file is there and differs.
@@ -103,16 +97,15 @@ def render(inputs: CardInputs, plots: Sequence[str]) -> str:
     """The text of the card, with its metadata.
 
     Raises:
-        ValueError: if a number in it is in no source.
+        ValueError: if a number in it comes from no source.
     """
-    check_quoted(_body(inputs, plots, blank=True))
-    body = _body(inputs, plots, blank=False)
-    template = "---\n{{ card_data }}\n---\n\n{{ body }}"
-    return str(ModelCard.from_template(metadata(inputs), template_str=template, body=body)).rstrip("\n") + "\n"
+    text = "---\n{{ card_data }}\n---\n\n{{ body }}"
+    card = ModelCard.from_template(metadata(inputs), template_str=text, body=_body(inputs, plots))
+    return str(card).rstrip("\n") + "\n"
 
 
 def plot_names(inputs: CardInputs) -> list[str]:
-    """Where the plots are, one for each evaluation."""
+    """Paths of the plots, one per evaluation."""
     several = len(inputs.evaluations) > 1
     return [
         f"images/acceptance_{slug(Path(each.name).stem)}.png" if several else "images/acceptance.png"
@@ -120,45 +113,35 @@ def plot_names(inputs: CardInputs) -> list[str]:
     ]
 
 
-def _body(inputs: CardInputs, plots: Sequence[str], *, blank: bool) -> str:
-    def shown(source: Any) -> Any:
-        return source.blanked() if blank and source is not None else source
-
-    facts: dict[str, Any] = inputs.facts.blanked() if blank else vars(inputs.facts)
-    values: dict[str, Any] = {
-        "config": shown(inputs.config),
-        "weights": shown(inputs.weights),
-        "calibration": shown(inputs.calibration),
-        "evaluations": [shown(source) for source in inputs.evaluations],
-        "latencies": [shown(source) for source in inputs.latencies],
+def _body(inputs: CardInputs, plots: Sequence[str]) -> str:
+    facts = inputs.facts
+    sources: dict[str, Any] = {
+        "config": inputs.config,
+        "weights": inputs.weights,
+        "calibration": inputs.calibration,
+        "evaluations": inputs.evaluations,
+        "latencies": inputs.latencies,
         "tables": TABLES,
     }
-    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters = {name: environment.filters[name] for name in _FILTERS}
 
-    def fill(name: str, text: str, *, only_quotes: bool = True, **more: Any) -> str:
-        try:
-            if only_quotes:
-                _check_prose(environment.parse(text))
-            return environment.from_string(text).render(**values, **more).strip()
-        except (jinja2.TemplateError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"`{name}` of the card cannot be filled in: {error}.") from error
+    def prose(name: str, text: str, **more: Any) -> str:
+        check_prose(name, text)
+        return _fill(name, text, **sources, **more)
 
-    prose = {name: fill(name, facts[name]) for name in ("summary", "thinking")}
-    prose["training"] = fill("training", facts["training"], stated=shown(stated(inputs.facts)))
-    limits = [fill("limits", limit) for limit in facts["limits"]]
-    plots = [BLANK for _ in plots] if blank else plots
+    texts: dict[str, Any] = {name: prose(name, getattr(facts, name)) for name in ("summary", "thinking")}
+    texts["training"] = prose("training", facts.training, stated=stated(facts))
+    texts["limits"] = [prose("limits", limit) for limit in facts.limits]
     template = _TEMPLATE.read_text(encoding="utf-8")
-    return fill("template", template, only_quotes=False, facts=facts, plots=plots, limits=limits, **prose)
+    check_numbers("template", template)
+    return _fill("template", template, **sources, **texts, facts=facts, plots=plots)
 
 
-def _check_prose(tree: jinja2.nodes.Template) -> None:
-    """Refuse all but quotations: what branches could say another thing when sources are blank, and what counts is endless."""
-    for node in tree.find_all(jinja2.nodes.Node):
-        if not isinstance(node, _QUOTING):
-            raise jinja2.TemplateError(
-                f"it may have `{{{{ SOURCE.quote(...) }}}}` in it, and nothing else of Jinja (`{type(node).__name__}`)"
-            )
+def _fill(name: str, text: str, **values: Any) -> str:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    try:
+        return environment.from_string(text).render(**values).strip()
+    except (jinja2.TemplateError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"`{name}` of the card cannot be filled in: {error}.") from error
 
 
 def _plot(report: dict[str, Any]) -> bytes:
@@ -168,4 +151,4 @@ def _plot(report: dict[str, Any]) -> bytes:
         return path.read_bytes()
 
 
-__all__ = ["CARD", "card_files", "check_card", "plot_names", "render", "write_card"]
+__all__ = ["card_files", "check_card", "plot_names", "render", "write_card"]

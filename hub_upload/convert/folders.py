@@ -1,4 +1,4 @@
-"""Make a folder as a whole: written aside and moved into place, and nothing replaced that someone else has put there."""
+"""Make a folder as a whole: write it aside, move it into place, and replace nothing that others put there."""
 
 import shutil
 import tempfile
@@ -16,27 +16,29 @@ def check_output(
 
     Args:
         target (`Path`): Folder to make.
-        is_ours (callable): Whether a file of this name, relative to the folder and with `/`, may be in an earlier one.
-        overwrite (`bool`): Whether an earlier one may be replaced.
+        is_ours (callable): Whether an earlier folder may hold a file of this name, relative to it and with `/`.
+        overwrite (`bool`): Whether an earlier folder may be replaced.
         inputs (collection of `Path`): Folders that are read.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: names the reason.
     """
     outside = target.resolve()
     for source in inputs:
         inside = source.resolve()
         if inside == outside or inside in outside.parents or outside in inside.parents:
             raise ValueError(
-                f"`output` (`{target}`) is a folder that is read, or one lies inside the other (`{source}`); choose "
-                "another folder."
+                f"`output` (`{target}`) is a folder that is read, contains it or is inside of it (`{source}`); choose another "
+                "folder."
             )
     if target.is_symlink():
         raise ValueError(f"`{target}` is a symbolic link; give the folder itself.")
     if not target.exists():
         return
     if not overwrite:
-        raise ValueError(f"`{target}` exists; pass `--overwrite` to replace an earlier one, or another folder.")
+        raise ValueError(
+            f"`{target}` exists; pass `--overwrite` to replace the result of an earlier run, or give another folder."
+        )
     if not target.is_dir() or not _is_drafter(target):
         raise ValueError(f"`{target}` exists and was not written by this command, so it is not replaced.")
     paths = [path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()]

@@ -1,7 +1,6 @@
-"""Assemble a Hub folder that loads with one line: weights, configuration, card, and exactly the remote code needed.
+"""Assemble a Hub folder that loads with one line: weights, configuration, card, and exactly the remote code it needs.
 
-The code exists once in the repository (`modeling_dspark/`); a package is a build product, the same bytes for the same
-inputs. This module talks to no network.
+A package is a build product of `modeling_dspark/`: equal inputs give equal bytes. Nothing here uses the network.
 """
 
 import json
@@ -14,12 +13,14 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_dspark
-from hub_upload.card.card import CARD, card_files, check_card
 from hub_upload.card.facts import FACTS_FILE, read_facts
+from hub_upload.card.header import CARD
 from hub_upload.card.inputs import WEIGHTS
+from hub_upload.card.render import card_files, check_card
+from hub_upload.convert.folders import check_output, write_folder
+from hub_upload.convert.sources import CALIBRATION
 from hub_upload.package.checks import checked_config
 from hub_upload.package.contents import is_package_file
-from hub_upload.package.folders import check_output, write_folder
 from hub_upload.package.manifest import write_manifest
 from hub_upload.package.scan import check_text
 from modeling_dspark import CostProfile
@@ -27,13 +28,12 @@ from modeling_dspark import CostProfile
 
 AUTO_MAP = {"AutoConfig": "configuration_dspark.DSparkConfig", "AutoModel": "modeling_dspark.DSparkModel"}
 COSTS = "cost_profile.json"
-_CALIBRATION = "calibration.json"  # temperatures and what they are worth, in SGLang's form
 _SHIM = "custom_generate/generate.py"
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a package is made of: texts and plots by path, and files that are copied."""
+    """The contents of a package by path: texts and plots that are made, and files that are copied."""
 
     made: dict[str, bytes]
     copied: dict[str, Path]
@@ -69,21 +69,21 @@ def package(
 
     Args:
         drafter (`str` or `Path`): Folder with `config.json`, `model.safetensors`, `calibration.json` if there is one, and
-            either `facts.yaml`, of which the card is made, or a `README.md` of one's own.
-        output (`str` or `Path`): Folder to make; written aside and moved into place, so it is never half there.
+            either `facts.yaml`, from which the card is made, or a `README.md`.
+        output (`str` or `Path`): Folder to make; written aside, then moved into place.
         reports (`Sequence`, *optional*): Reports for the card; by default those that the facts file lists.
-        cost_profile (`str` or `Path`, *optional*): A measured profile, this project's or SGLang's, that goes along in
+        cost_profile (`str` or `Path`, *optional*): A measured profile, this project's or SGLang's, to be included in
             SGLang's form.
-        target_name (`str`, *optional*): Hub id of the target, in the place of the config's `target_name_or_path`; by default
+        target_name (`str`, *optional*): Hub id of the target, which replaces the config's `target_name_or_path`; by default
             `base_model` of the facts, if there are any.
-        with_card (`bool`, *optional*, defaults to `True`): Without one, a drafter can be measured for its first card.
+        with_card (`bool`, *optional*, defaults to `True`): Without a card, the package serves to measure for the first one.
         overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is an earlier package.
 
     Returns:
         `list[Path]`: the files written, sorted.
 
     Raises:
-        ValueError: if a file is missing or broken, holds what is private, or `output` exists and may not be replaced.
+        ValueError: if a file is missing, broken or private, or if `output` exists and may not be replaced.
     """
     source, target = Path(drafter), Path(output)
     check_output(target, is_package_file, overwrite=overwrite, inputs=[source])
@@ -101,7 +101,7 @@ def planned(
     target_name: str | None = None,
     with_card: bool = True,
 ) -> dict[str, int]:
-    """Sizes in bytes of what `package` would write, by path, but for the manifest; writes nothing.
+    """Sizes in bytes of the files that `package` would write, by path, without the manifest; writes nothing.
 
     Args:
         drafter (`str` or `Path`): As for `package`.
@@ -128,8 +128,8 @@ def _contents(
     made = {"config.json": _json(config | {"auto_map": AUTO_MAP}, sort=True)}
     if with_card:
         made |= _card(source, reports)
-    if (source / _CALIBRATION).is_file():
-        made[_CALIBRATION] = (source / _CALIBRATION).read_bytes()
+    if (source / CALIBRATION).is_file():
+        made[CALIBRATION] = (source / CALIBRATION).read_bytes()
     if cost_profile is not None:
         made[COSTS] = _json(CostProfile.load(cost_profile).to_sglang(config["block_size"]))
     for name, content in made.items():
@@ -141,10 +141,10 @@ def _contents(
 
 
 def _target_name(source: Path, given: str | None) -> str | None:
-    """The Hub id of the target that goes into the config; the card's, which a stranger would look for elsewhere in vain.
+    """The Hub id of the target for the config: the card's, so that the two agree.
 
     Raises:
-        ValueError: if another one is given than the facts have.
+        ValueError: if the given id differs from that of the facts.
     """
     if not (source / FACTS_FILE).is_file():
         return given
@@ -157,7 +157,7 @@ def _target_name(source: Path, given: str | None) -> str | None:
 
 
 def _write(folder: Path, contents: _Contents) -> None:
-    """Write all files, with modes that do not depend on the user's, and the manifest at the end."""
+    """Write all files, the manifest last, with modes that do not depend on the user's umask."""
     for name, content in contents.made.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -175,7 +175,9 @@ def _card(source: Path, reports: Sequence[str | Path] | None) -> dict[str, bytes
         check_card(source, files)
         return files
     if reports:
-        raise ValueError(f"`reports` go into a card that is made of `{source / FACTS_FILE}`, and there is none.")
+        raise ValueError(
+            f"`reports` need a card made from `{source / FACTS_FILE}`, and there is none; write it, or leave the reports out."
+        )
     return {CARD: (source / CARD).read_bytes()}
 
 

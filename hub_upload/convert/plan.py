@@ -1,4 +1,4 @@
-"""Convert a drafter's checkpoint from one format to another: planned in full, then streamed to a folder of its own."""
+"""Convert a drafter's checkpoint to another format: plan it in full, then stream it to a new folder."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hub_upload.convert.folders import check_output, write_folder
 from hub_upload.convert.sources import CALIBRATION, Checkpoint, Target, check_copies, open_checkpoint, open_target
 from hub_upload.convert.streaming import Piece, cast_piece, write_safetensors
 from hub_upload.convert.writers import WRITERS
-from hub_upload.package.folders import check_output, write_folder
 from modeling_dspark.formats.tensors import StoredTensor
 
 
@@ -19,17 +19,17 @@ _WRITTEN = ("config.json", "model.safetensors", CALIBRATION)
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion before it is done.
+    """A conversion, ready to run.
 
     Attributes:
-        source (`str`): What is read.
+        source (`str`): The checkpoint to read.
         kind (`str`): Its format.
-        to (`str`): The format to be written.
-        config (`dict`): Its `config.json`.
-        pieces (`list[Piece]`): Its tensors.
-        calibration (`bytes`, *optional*): Its `calibration.json`, in SGLang's form.
-        notes (`list[str]`): What the user should know.
-        read (`list[Path]`): Folders of this machine that are read.
+        to (`str`): The format to write.
+        config (`dict`): `config.json` in that format.
+        pieces (`list[Piece]`): The tensors.
+        calibration (`bytes`, *optional*): `calibration.json`, in SGLang's form.
+        notes (`list[str]`): Notes for the user.
+        read (`list[Path]`): Local folders that are read.
     """
 
     source: str
@@ -47,16 +47,16 @@ class Plan:
 
 
 def plan_conversion(source: str, to: str, *, target: str | None = None, dtype: str | None = None) -> Plan:
-    """Read the headers of a checkpoint, and decide what will be written.
+    """Read the headers of a checkpoint, and decide what to write.
 
     Args:
-        source (`str`): Folder or Hub id, in any of the formats.
+        source (`str`): Folder or Hub id, in any known format.
         to (`str`): `dspark`, `deepspec` or `speculators`.
-        target (`str`, *optional*): The target, with which copies of its matrices are compared, and from which they come.
-        dtype (`str`, *optional*): Write all weights as `bfloat16`, `float16` or `float32`, instead of as they are.
+        target (`str`, *optional*): The target: copies of its matrices are compared with it, and read from it.
+        dtype (`str`, *optional*): Write all weights as `bfloat16`, `float16` or `float32`; unchanged by default.
 
     Raises:
-        ValueError: if the checkpoint, or the target, does not fit; or if the format cannot hold the drafter.
+        ValueError: if the checkpoint or the target does not fit, or if the format cannot represent the drafter.
     """
     if to not in WRITERS:
         raise ValueError(f"`--to` must be one of {', '.join(WRITERS)}, got {to!r}.")
@@ -66,9 +66,11 @@ def plan_conversion(source: str, to: str, *, target: str | None = None, dtype: s
     opened = None if target is None else open_target(target, checkpoint.config)
     if opened is not None:
         check_copies(checkpoint, opened)
-        notes += _learn(checkpoint, opened)
+        notes += _fill_in(checkpoint, opened)
     elif checkpoint.copies:
-        notes.append("The copies of the target's embedding and LM head were not compared with it (`--target` does).")
+        notes.append(
+            "The copies of the target's embedding and LM head were not compared with it; give `--target` to compare them."
+        )
     if dtype is not None:
         checkpoint.config.dtype = dtype
     draft = WRITERS[to](checkpoint, opened)
@@ -81,12 +83,12 @@ def plan_conversion(source: str, to: str, *, target: str | None = None, dtype: s
 def convert(
     plan: Plan, output: str | Path, *, overwrite: bool = False, advance: Callable[[int], object] = lambda _: None
 ) -> list[Path]:
-    """Do what is planned.
+    """Run a conversion.
 
     Args:
-        plan ([`Plan`]): What.
-        output (`str` or `Path`): Folder to make; written aside and moved into place, so it is never half there.
-        overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is of an earlier conversion.
+        plan ([`Plan`]): From `plan_conversion`.
+        output (`str` or `Path`): Folder to make; written aside, then moved into place.
+        overwrite (`bool`, *optional*, defaults to `False`): Replace `output`, if it is an earlier conversion.
         advance (callable, *optional*): Called with the number of bytes of each part written.
 
     Returns:
@@ -108,7 +110,7 @@ def convert(
 
 
 def check_before(plan: Plan, target: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that may not be written, before anything is."""
+    """Refuse an output folder that may not be written."""
     check_output(target, _WRITTEN.__contains__, overwrite=overwrite, inputs=plan.read)
 
 
@@ -116,8 +118,8 @@ def _matrices(target: Target | None) -> list[StoredTensor]:
     return [] if target is None else [target.embedding, target.head]
 
 
-def _learn(checkpoint: Checkpoint, target: Target) -> list[str]:
-    """Take from the target what a checkpoint of another format did not say."""
+def _fill_in(checkpoint: Checkpoint, target: Target) -> list[str]:
+    """Fill in fields that a checkpoint of another format lacks, from the target."""
     config, notes = checkpoint.config, []
     if config.num_target_layers is None:
         config.num_target_layers = target.num_layers
@@ -129,7 +131,7 @@ def _learn(checkpoint: Checkpoint, target: Target) -> list[str]:
 
 
 def _calibration(checkpoint: Checkpoint, to: str) -> bytes | None:
-    """`calibration.json`: that of the source, or the temperatures alone for those who do not read them in the config."""
+    """`calibration.json`: the source's, or the temperatures alone for readers that do not take them from the config."""
     temperatures = checkpoint.config.confidence_temperatures
     if checkpoint.calibration is not None or temperatures is None or to == "dspark":
         return checkpoint.calibration
@@ -138,7 +140,7 @@ def _calibration(checkpoint: Checkpoint, to: str) -> bytes | None:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What a plan says to a person: formats, fields, tensors."""
+    """A plan in words: formats, fields, tensors."""
     lines = [f"from {plan.kind}: {plan.source}", f"to   {plan.to}", "", "config.json"]
     lines += [f"  {name}: {json.dumps(value)}" for name, value in sorted(plan.config.items())]
     lines += ["", f"model.safetensors ({plan.num_bytes:,} bytes)"]
