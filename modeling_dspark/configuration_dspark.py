@@ -1,7 +1,7 @@
-"""Configuration of a DSpark drafter: what the drafter is, checked where it is made.
+"""Configuration of a DSpark drafter, checked on construction.
 
-First file of the data path; it imports none of the others. It says nothing about one call of `generate`: per-call
-settings live in the target's `GenerationConfig`, and the `default_*` fields here are only what they fall back to.
+First file of the data path; it imports none of the others. Per-call settings live in the target's `GenerationConfig`;
+the `default_*` fields here are their fallbacks.
 """
 
 import math
@@ -50,21 +50,21 @@ class DSparkConfig(PreTrainedConfig):
         value_norm (`bool`, *optional*, defaults to `False`):
             Whether each head of the values has an RMS norm, without a learned scale. Gemma 4.
         sandwich_norms (`bool`, *optional*, defaults to `False`):
-            Whether attention and feed-forward each have a norm before and one after, before the residual is added
-            (`pre_feedforward_layernorm`, `post_feedforward_layernorm`; `post_attention_layernorm` then is the one after
-            attention, and not the one before the feed-forward). Gemma 4.
+            Whether attention and feed-forward each have one norm before and one after them, applied before the residual
+            is added (`pre_feedforward_layernorm`, `post_feedforward_layernorm`). `post_attention_layernorm` is then the norm
+            after attention instead of the norm before the feed-forward. Gemma 4.
         layer_scalar (`bool`, *optional*, defaults to `False`):
             Whether a layer's output is multiplied by its buffer `layer_scalar` `[1]`, which is not trained. Gemma 4.
         block_size (`int`, *optional*, defaults to `7`):
             Draft tokens of one block (`gamma` in the paper).
         sample_from_anchor (`bool`, *optional*, defaults to `True`):
             Whether the first draft token comes from the anchor's own position, and each position predicts the token after
-            it. `False` is DFlash's older layout: a position predicts the token at its own position, and the anchor's none.
+            it. `False` is DFlash's older layout: each position predicts the token at its own position, and the anchor's position predicts none.
         target_layer_ids (`list[int]`, *optional*, defaults to `[1, 9, 17, 25, 33]`):
             Tapped target layers, strictly increasing; id `i` is the output of layer `i` (`hidden_states[i + 1]`), `-1`
             the embedding output. The last layer cannot be tapped (Transformers returns it after the final norm).
         num_target_layers (`int`, *optional*, defaults to `36`):
-            Layers of the target; `None` where a checkpoint of another format does not say.
+            Layers of the target; `None` if a checkpoint of another format does not give them.
         mask_token_id (`int`, *optional*, defaults to `151669`): Token embedded at the positions after the anchor.
         markov_rank (`int`, *optional*, defaults to `256`): Rank of the sequential head; 0 means none (plain DFlash).
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `vanilla`, `gated` or `rnn`.
@@ -166,7 +166,7 @@ class DSparkConfig(PreTrainedConfig):
 
     @property
     def num_block_positions(self) -> int:
-        """Positions of a block in the backbone: its positions, and before them the anchor if that has none."""
+        """Positions of a block in the backbone: the draft positions, preceded by the anchor's if that drafts nothing."""
         return self.block_size + (not self.sample_from_anchor)
 
     def _check_sizes(self) -> None:
@@ -186,8 +186,8 @@ class DSparkConfig(PreTrainedConfig):
         kinds = [name for name, value in (self.rope_parameters or {}).items() if isinstance(value, dict)]
         if kinds:
             raise ValueError(
-                f"`rope_parameters` must be those of one kind of layer, as all of a drafter's are alike, got {kinds}; pass "
-                "what is in `full_attention`."
+                f"`rope_parameters` must describe one kind of layer, because all layers of a drafter are alike, got {kinds}; "
+                "pass the entry `full_attention`."
             )
         if self.attention_scale is not None and not 0 < self.attention_scale < math.inf:
             raise ValueError(

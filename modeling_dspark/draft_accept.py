@@ -1,6 +1,6 @@
-"""Which draft tokens the target keeps, and what follows them: pure functions, any number of rows.
+"""Which draft tokens the target keeps, and the token after them: pure functions for any number of rows.
 
-Shapes: `R` rows, `K` draft positions (ragged rows are padded; `lengths` tells how many count), `V` vocabulary, `Vd` draft
+Shapes: `R` rows, `K` draft positions (ragged rows are padded; `lengths` gives their real lengths), `V` vocabulary, `Vd` draft
 vocabulary.
 """
 
@@ -59,7 +59,7 @@ def accept_sampled(
 
     Args:
         draft_tokens (`torch.LongTensor` of shape `(R, K)`): Drafts, each drawn from `softmax(draft_logits)`.
-        draft_logits (`torch.Tensor` of shape `(R, K, Vd)`): Logits of exactly the distribution that was drawn from.
+        draft_logits (`torch.Tensor` of shape `(R, K, Vd)`): Logits of exactly the distribution of the draws.
         target_logits (`torch.Tensor` of shape `(R, K + 1, V)` or `(N, V)`): Processed target logits.
         lengths (`torch.LongTensor` of shape `(R,)`): Drafts that were verified in each row.
         draft_columns (`torch.LongTensor` of shape `(R, K)`, *optional*):
@@ -68,23 +68,25 @@ def accept_sampled(
         positions (`torch.LongTensor` of shape `(R, K + 1)`, *optional*): Rows of packed `target_logits`.
         generator (`torch.Generator`, *optional*): Source of randomness.
     """
-    rows, num_draft_positions = draft_tokens.shape
+    num_rows, num_draft_positions = draft_tokens.shape
     device = target_logits.device
     if positions is None:
         target_logits = target_logits.flatten(0, 1)
-        positions = torch.arange(rows * (num_draft_positions + 1), device=device).view(rows, num_draft_positions + 1)
+        positions = torch.arange(num_rows * (num_draft_positions + 1), device=device).view(
+            num_rows, num_draft_positions + 1
+        )
     p = target_logits.float().softmax(dim=-1)
-    num_accepted = torch.zeros(rows, dtype=torch.long, device=device)
+    num_accepted = torch.zeros(num_rows, dtype=torch.long, device=device)
     columns = draft_tokens if draft_columns is None else draft_columns
     if num_draft_positions:
         q = draft_logits.float().softmax(dim=-1)
         p_draft, q_draft = p[positions[:, :-1], draft_tokens], q.gather(2, columns[..., None]).squeeze(2)
-        uniform = torch.rand(rows, num_draft_positions, device=device, generator=generator)
+        uniform = torch.rand(num_rows, num_draft_positions, device=device, generator=generator)
         num_accepted = _leading(uniform * q_draft < p_draft, lengths)
     weights = p_next = p[positions.gather(1, num_accepted[:, None]).squeeze(1)]
     if num_draft_positions:
         rejected = num_accepted < lengths
-        q_next = q[torch.arange(rows, device=device), num_accepted.clamp(max=num_draft_positions - 1)]
+        q_next = q[torch.arange(num_rows, device=device), num_accepted.clamp(max=num_draft_positions - 1)]
         weights = torch.where(rejected[:, None], _residual(p_next, q_next, draft_token_ids), p_next)
     return Acceptance(num_accepted, draw(weights, generator))
 
@@ -92,8 +94,8 @@ def accept_sampled(
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Draw an index `[R]` from each row of non-negative weights `[R, V]`, by inversion; never one of weight zero.
 
-    `V` where a row has no weight, or holds something that is not a number: the caller has to look.
-    First a block of columns, then a column in it: running sums over a whole vocabulary are slow.
+    The index is `V` for a row without weight or with NaN; the caller checks. A block of columns is drawn first, then a column
+    within it, because running sums over a whole vocabulary are slow.
     """
     blocks = nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     sums = blocks.sum(dim=-1)

@@ -1,7 +1,7 @@
 """Draft one block for any number of rows: embed and backbone, base logits, then the heads.
 
-`propose` is these three steps; it knows neither schedules nor verification, and returns what they need. The distribution
-a draft token is drawn from is the one that is returned.
+`propose` runs these three steps, independently of schedules and verification, and returns exactly the distributions that
+the draft tokens are drawn from.
 
 Shapes: `R` rows, `C` new context positions, `n` draft positions, `Q` positions of the block, `L` tapped layers, `D` hidden
 size, `r` Markov rank, `V` vocabulary, `Vd` draft vocabulary.
@@ -69,7 +69,7 @@ def propose(
         anchor_tokens (`torch.LongTensor` of shape `(R,)`): Last token of each row, which has no features yet.
         cache ([`DSparkCache`]): The drafter's context; its first `R` rows are read and advanced.
         context_lengths (`list[int]`, *optional*): Features of each row that are not padding; by default `C`.
-        num_tokens (`int`, *optional*): Positions to draft, at most `block_size` (the default).
+        num_tokens (`int`, *optional*): Positions to draft, up to `block_size` (the default).
         sampling ([`DraftSampling`], *optional*): How tokens are chosen; by default the argmax.
 
     Returns:
@@ -149,7 +149,7 @@ def draft_tokens(binding: DraftBinding, block: DraftBlock, sampling: DraftSampli
 def state_before_draft(drafter: Drafter, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
     """State of the `rnn` head before the first position `[..., r]`, or `None` where a block starts without one.
 
-    In the older layout the anchor has a position of its own, which drafts nothing; the state passes over it.
+    In the older layout the anchor has its own position, which drafts nothing but advances the state.
 
     Args:
         drafter ([`DSparkModel`]): The drafter.

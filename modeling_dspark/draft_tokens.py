@@ -16,7 +16,7 @@ from .fused_head import BlockTokens, fused_block
 from .model_protocol import Drafter
 
 
-_UNDRAFTABLE = -1e30  # finite after any sensible temperature, and of no weight in a softmax
+_UNDRAFTABLE = -1e30  # finite at any sensible temperature, and without weight in a softmax
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (drafts so far, logits) -> logits
 
 
@@ -29,8 +29,8 @@ class DraftSampling:
         processor (callable, *optional*):
             Called at each draft position with the draft tokens `[R, k]` before it and its logits `[R, V]`; returns logits.
         is_vocabulary_invariant (`bool`):
-            Whether the processor ignores which token a logit belongs to; it then gets those of a reduced draft vocabulary as
-            they are, `[R, Vd]`.
+            Whether the processor ignores which token a logit belongs to; it then gets the logits of a reduced draft
+            vocabulary directly, `[R, Vd]`.
         temperature (`float`, *optional*):
             What the processor divides the logits by, if it does nothing else: the heads can then be one operation.
         generator (`torch.Generator`, *optional*): Source of randomness of the draws.
@@ -44,12 +44,12 @@ class DraftSampling:
 
     @property
     def level(self) -> float | None:
-        """Temperature of the draws; `None` if the processor does more than divide by one."""
+        """Temperature of the draws; `None` if the processor does more than apply one."""
         return 1.0 if self.processor is None else self.temperature
 
 
 class DraftBlock(NamedTuple):
-    """What the heads draft from.
+    """Inputs of the heads.
 
     Attributes:
         anchors (`torch.LongTensor` of shape `(R,)`): The token before the first draft position.
@@ -85,7 +85,7 @@ def _at_once(binding: DraftBinding, block: DraftBlock, sampling: DraftSampling) 
     )
     logits = chosen.logits.float().div_(temperature)  # type: ignore[union-attr]  # asked for
     unusable = ~logits.amax(dim=-1).isfinite()
-    if logits.device.type == "cpu" and not unusable.any():  # asking a GPU would be waiting for it
+    if logits.device.type == "cpu" and not unusable.any():  # the check would wait for a GPU
         return chosen._replace(logits=logits)
     logits.masked_fill_(unusable[..., None], -torch.inf)
     logits[..., 0].masked_fill_(unusable, 0.0)
@@ -127,7 +127,7 @@ def _position_by_position(drafter: Drafter, block: DraftBlock, sampling: DraftSa
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    """A seed for draws by a counter, from the caller's source of randomness; one on a GPU is waited for."""
+    """A seed for counter-based draws, from the caller's generator; waits for a generator on a GPU."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=device))
 
@@ -135,10 +135,10 @@ def _seed(generator: torch.Generator | None) -> int:
 def _processed(
     drafter: Drafter, sampling: DraftSampling, logits: torch.Tensor, tokens: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The user's processors on one draft position `[R, Vd]`: the logits of what is drawn from, in fp32.
+    """The user's processors applied to one draft position `[R, Vd]`: the logits of the draws, in fp32.
 
-    Processors see a finite value at tokens that cannot be drafted, since some of them fail on a row without any finite
-    value. A row that is left without a token (or is not a number) proposes the first one for certain.
+    Tokens that cannot be drafted get a finite value, because some processors fail on a row without finite values. A row
+    without any possible token (or with NaN or infinity) proposes the first token with certainty.
     """
     processed = logits.float()
     if sampling.processor is not None:

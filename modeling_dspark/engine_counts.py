@@ -10,7 +10,7 @@ _LISTS = ("drafted", "verified", "accepted", "new_tokens", "plain")
 
 @dataclass
 class RunStatistics:
-    """Counts of the rounds of one request, or of all requests of a call. The prefill drafts nothing and does not count as a round.
+    """Counts of the rounds of one request, or of all requests of a call; the prefill does not count as a round.
 
     A round of a request is one target forward that it took part in; every list has one entry per round.
 
@@ -54,12 +54,12 @@ class RunStatistics:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round yields (tau): pooled over rounds, bonus tokens counted."""
+        """Tokens per round (tau), pooled over rounds, bonus tokens included."""
         return sum(self.new_tokens) / self.rounds if self.rounds else 0.0
 
     @property
     def mean_verified_tokens(self) -> float:
-        """Draft tokens verified in a round, on average."""
+        """Mean number of draft tokens verified per round."""
         return sum(self.verified) / self.rounds if self.rounds else 0.0
 
     @property

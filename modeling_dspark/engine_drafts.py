@@ -1,6 +1,7 @@
 """Drafting for the requests of a packed batch: who drafts, on which rows of the drafter's cache, and how much is verified.
 
-The drafter's rows have an order of their own: those that draft in a round come first, so that the backbone reads views.
+The drafter's cache orders its rows independently: requests that draft in a round come first, so that the backbone reads
+views.
 
 Shapes: `R` rows of the target, `L` tapped layers, `D` hidden size.
 """
@@ -41,8 +42,8 @@ class BlockDrafter:
         costs ([`CostProfile`], *optional*): For schedules that weigh costs.
         processors ([`RowProcessors`]): Applied to draft logits.
         sampling ([`DraftSampling`]): How draft tokens are chosen; the processors are added here, request by request.
-        observer ([`EngineObserver`]): Told of each stage.
-        max_length (`int`, *optional*): Longest context there will be, block included.
+        observer ([`EngineObserver`]): Called at each stage.
+        max_length (`int`, *optional*): Maximum length of a context, block included.
 
     Raises:
         ValueError: if costs are missing.
@@ -70,8 +71,8 @@ class BlockDrafter:
             )
         if self.schedule.needs_costs and costs is not None and costs.is_flat:
             logger.warning_once(
-                f"By its cost profile, the target verifies {costs.verify.counts[-1]} tokens in the time of one, so the schedule "
-                f"{settings.schedule!r} verifies every draft. If that is not so, measure again: "
+                f"According to its cost profile, the target verifies {costs.verify.counts[-1]} tokens in the time of one, so the schedule "
+                f"{settings.schedule!r} verifies every draft. If that is wrong, measure again: "
                 "`drafter.profile(target, refresh=True)`."
             )
         self.cache = DSparkCache(num_rows=0, max_length=max_length)
@@ -136,7 +137,7 @@ class BlockDrafter:
         return ScheduledDrafts(drafting, rows, plain, max(limits), proposal, counts, tokens)
 
     def record(self, request: Request, *, drafted: int, accepted: int, verified: int) -> None:
-        """Count what a drafting round brought a request."""
+        """Count a drafting round of a request."""
         if self._gate is not None:
             self._block_length.record(num_draft_positions=drafted, accepted=accepted, verified=verified)
             self._gate.record(request.estimate, accepted=accepted, verified=verified)
@@ -156,7 +157,7 @@ class BlockDrafter:
         return self.rows.move_to_front(candidates)
 
     def _num_draft_positions(self, num_rows: int, num_drafting: int, seconds: RoundSeconds | None) -> int:
-        """Positions to draft: all that are allowed, or where costs are weighed as many as have paid."""
+        """Positions to draft: all that are allowed, or with costs the number that pays."""
         if self._gate is not None and seconds is not None:
             self._last_num_positions = self._block_length.choose(
                 num_rows=num_rows,

@@ -1,8 +1,8 @@
 """The packed loop: any number of requests, one target forward per round, no padding.
 
-A round drafts a block for every request that takes part in drafting, schedules how much of each block is verified, runs the target
-over `[anchor, drafts]` of all requests at once, and keeps what the target confirms. Requests join and leave between
-rounds. Greedy and sampling, one request and many, drafting and plain steps are the same path.
+A round drafts a block for every request that takes part in drafting, schedules how much of each block is verified, runs
+the target over `[anchor, drafts]` of all requests at once, and keeps the drafts that the target confirms. Requests join
+and leave between rounds. Greedy and sampling, one request and many, drafting and plain steps are the same path.
 
 Shapes: `R` rows, `N = sum(1 + l_r)` packed tokens, `Q` maximum tokens of a row, `V` vocabulary.
 """
@@ -32,7 +32,7 @@ from .target_packed import PackedOutput, PackedTarget, why_not_packable
 from .target_packing import PackedPlan
 
 
-_PREFILL_TOKENS = 2048  # prompt tokens in one forward: more saves nothing and costs memory
+_PREFILL_TOKENS = 2048  # maximum prompt tokens per forward: more cost memory and save no time
 
 
 class Engine:
@@ -48,14 +48,14 @@ class Engine:
         stopping_criteria ([`~transformers.StoppingCriteriaList`], *optional*): Checked at every new token.
         eos_token_ids (`list[int]`, *optional*): End-of-text tokens, besides those of the criteria.
         batch_size (`int`, *optional*, defaults to `1`):
-            Rows of the batch that a user's own processors and criteria expect; requests take them in turn.
-        max_length (`int`, *optional*): Longest text, prompt included: texts end there. Bounds the memory of the caches.
+            Rows of the batch that custom processors and criteria expect; requests take them in turn.
+        max_length (`int`, *optional*): Maximum length of a text, prompt included; bounds the memory of the caches.
         prefill_chunk_size (`int`, *optional*): Maximum prompt tokens of a request in one forward.
         generator (`torch.Generator`, *optional*): Source of randomness.
         keep_scores, keep_logits (`bool`, *optional*): Keep processed or raw logits of every new token.
         record_confidence (`bool`, *optional*): Keep the confidence logits in the statistics.
         fused_head (`str`, *optional*): What the drafter's heads run on; see [`DraftBinding`].
-        observer ([`EngineObserver`], *optional*): Told of each stage of each round.
+        observer ([`EngineObserver`], *optional*): Called at each stage of each round.
 
     Raises:
         ValueError: if the target cannot be packed (with the reason), does not fit the drafter, or costs are missing.
@@ -136,7 +136,7 @@ class Engine:
         if type(self._chunk_size) is not int or self._chunk_size < 1:
             raise ValueError(f"`prefill_chunk_size` must be an integer of at least 1, got {prefill_chunk_size!r}.")
         self._vocabulary = len(target.get_input_embeddings().weight)  # type: ignore[arg-type]  # of an embedding
-        self._is_settled = True  # whether texts, caches and features agree: not within a step
+        self._is_settled = True  # whether texts, caches and features agree; false during a step
         self._waiting: list[Request] = []
         self._num_added = 0
 
@@ -159,8 +159,8 @@ class Engine:
             prompt (`torch.LongTensor` of shape `(m,)`): Token ids without padding, at least one.
             max_new_tokens (`int`, *optional*): Maximum new tokens; by default the criteria alone decide.
             prefix (`torch.LongTensor` of shape `(n,)`, *optional*):
-                The prompt as processors and criteria are to see it (with padding); by default the prompt.
-            num_pads (`int`, *optional*): Padding at the left of `prefix`; by default what it has beyond the prompt.
+                The prompt as processors and criteria see it (with padding); by default the prompt.
+            num_pads (`int`, *optional*): Padding on the left of `prefix`; by default its length beyond the prompt's.
 
         Returns:
             [`Request`]: its `tokens` grow with every step; `finished` says when it is done.
@@ -192,11 +192,11 @@ class Engine:
         return request
 
     def fill(self, num_rows: int, *, context: int, num_draft_positions: int | None = None) -> None:
-        """Hold exactly `num_rows` requests of `context` meaningless tokens each: for measurements, whose values do not matter.
+        """Hold exactly `num_rows` requests of `context` arbitrary tokens each, for measurements.
 
         Args:
-            num_rows (`int`): Requests. Those that are there already start over.
-            context (`int`): Tokens that both caches hold for each of them.
+            num_rows (`int`): Number of requests; existing ones start over.
+            context (`int`): Tokens of context per request.
             num_draft_positions (`int`, *optional*): Positions to draft per round from now on.
 
         Raises:
@@ -228,7 +228,7 @@ class Engine:
         """Prefill the new requests, then advance every request by one round; returns the requests that finished.
 
         Raises:
-            RuntimeError: after an exception of a processor or criterion left an earlier step half done.
+            RuntimeError: if an exception of a processor or criterion has interrupted an earlier step.
         """
         if not self._is_settled:
             raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Measure what rounds cost: the stages of the packed loop itself, over a grid of rows and verified tokens.
+"""Measures the cost of rounds: times the stages of the packed loop itself, over a grid of rows and verified tokens.
 
-Timing lives here and not in the loop. Repeats are interleaved over the grid and the fastest of each point counts, since
-other programs only ever add time; the curves are then made to rise, that of verification is smoothed as well (`Curve.local`).
+Timing lives here and not in the loop. Repeats are interleaved over the grid and the fastest of each point counts, because
+other programs only add time. The curves are then made monotonic, and the curve of verification is smoothed (`Curve.local`).
 """
 
 import time
@@ -28,9 +28,9 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _SAMPLED_ROWS = (1, 8, 32)
 _CONTEXT, _LONG_CONTEXT = 128, 1024  # tokens per row
 _LONG_CONTEXT_ROWS = 8
-_SECONDS = 12.0  # after the fewest repeats, none is begun that would take longer
+_SECONDS = 12.0  # after the minimum of repeats, no repeat starts that would take longer
 _REPEATS = 5
-_FEWEST_REPEATS = 2
+_MIN_REPEATS = 2
 
 
 class _Task(NamedTuple):
@@ -62,7 +62,7 @@ def measure(
     tasks = _tasks(drafter.config.block_size, *_contexts(target, drafter.config.block_size))
     fastest: dict[_Task, tuple[float, ...]] = {}
     max_rows = max(_ROWS)
-    left = len(tasks) * _REPEATS  # counted here, since the bar counts nothing where progress bars are off
+    left = len(tasks) * _REPEATS  # counted here, because a disabled bar counts nothing
     with logging.tqdm(total=left, desc="Measuring what a round costs here (once)") as bar:
         for repeat, task in _repeats(tasks):
             bar.update()
@@ -96,7 +96,7 @@ def _contexts(target: PreTrainedModel, block_size: int) -> tuple[int, int]:
 
 
 def _tasks(block_size: int, context: int = _CONTEXT, long_context: int = _LONG_CONTEXT) -> list[_Task]:
-    """The grid: rows by drafts verified, a few of them with sampling, and one long context to tell its cost."""
+    """The grid: rows by drafts verified, a few of them with sampling, and one long context to measure its cost."""
     lengths = {rows: {0, 1, block_size} for rows in _ROWS} | {1: {0, 1, 2, 3, block_size}, 8: {0, 1, 2, block_size}}
     tasks = [
         _Task("greedy", rows, min(length, block_size), 1 if length == 1 else block_size, context)
@@ -112,7 +112,7 @@ def _tasks(block_size: int, context: int = _CONTEXT, long_context: int = _LONG_C
 def _repeats(tasks: list[_Task]) -> Iterator[tuple[int, _Task]]:
     begun = time.perf_counter()
     for repeat in range(_REPEATS):
-        if repeat >= _FEWEST_REPEATS and (time.perf_counter() - begun) * (repeat + 1) / repeat > _SECONDS:
+        if repeat >= _MIN_REPEATS and (time.perf_counter() - begun) * (repeat + 1) / repeat > _SECONDS:
             return
         yield from ((repeat, task) for task in tasks)
 
@@ -156,7 +156,7 @@ def _drafting(fastest: dict[_Task, tuple[float, ...]]) -> dict[str, dict[int, di
 
 
 def _padding(fastest: dict[_Task, tuple[float, ...]], verify: Curve, per_context: float) -> dict[int, float]:
-    """By rows: what a position costs beyond its token, since attention pads short rows to the longest one."""
+    """By rows: cost of a position beyond its token's, because attention pads short rows to the longest one."""
     padding = {}
     for task, (_, verifying, _) in fastest.items():
         if task.kind == "ragged":
@@ -174,9 +174,9 @@ def _curve(points: dict[int, list[float]], *, local: bool) -> Curve:
 class _Given(Schedule):
     """Verify a given number of drafts in every row."""
 
-    needs_confidence = True  # as the schedules that a profile is for
+    needs_confidence = True  # like the schedules that use a profile
     length = 0
-    ragged = False  # in the first row alone
+    ragged = False  # if true, in the first row only
 
     def lengths(self, view: RoundView) -> list[int]:
         return [
@@ -186,7 +186,7 @@ class _Given(Schedule):
 
 
 class _Stopwatch(EngineObserver):
-    """When each stage of a round ended, with the device idle."""
+    """End times of the stages of a round, each taken with the device idle."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -207,7 +207,7 @@ class _Stopwatch(EngineObserver):
 
 
 class _Bench:
-    """An engine of requests that hold no meaningful text: what a stage costs does not depend on the values."""
+    """An engine of requests with arbitrary text: the cost of a stage does not depend on the values."""
 
     def __init__(self, drafter: Drafter, target: PreTrainedModel, *, do_sample: bool, fused_head: str | None):
         self._schedule = _Given()

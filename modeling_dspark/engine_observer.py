@@ -1,4 +1,4 @@
-"""What may watch an engine: recorders and measurements. Nothing else reaches into a round.
+"""The interface for recorders and measurements, and their only access to a round.
 
 Shapes: `R` requests that draft, `Q` positions of the block, `D` hidden size.
 """
@@ -13,7 +13,7 @@ from .engine_round import ScheduledDrafts
 class EngineObserver:
     """Called at each stage of a round, in this order; does nothing. Subclass it and override what matters.
 
-    An observer reads; it changes neither requests nor tensors.
+    An observer must not change requests or tensors.
     """
 
     def begun(self, requests: list[Request]) -> None:

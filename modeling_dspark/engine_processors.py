@@ -1,7 +1,7 @@
 """The user's logits processors over many positions of many rows at once.
 
-Every position has its own prefix: the row's text, drafts before the position included. Processors that do not look at
-the prefix run on all positions in one call; the others see each position's own prefix.
+Every position has its own prefix: the row's text, drafts before the position included. Processors that ignore the
+prefix run on all positions in one call; the others see each position's own prefix.
 
 Shapes: `P` positions, `V` vocabulary, `n` prefix length.
 """
@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 
-# By name, since not every supported Transformers has all of them.
+# By name, because not every supported Transformers has all of them.
 _PREFIX_FREE = {
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -30,7 +30,7 @@ _PREFIX_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# They look at the prefix, and treat each row by itself whatever its place in the batch.
+# They read the prefix, and treat each row independently of its place in the batch.
 _ROW_FREE = {
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
@@ -51,9 +51,8 @@ class RowProcessors:
 
     Args:
         processors ([`~transformers.LogitsProcessorList`], *optional*): As `generate` prepared them.
-        batch_size (`int`): Rows of the user's batch: a processor of the user's own may depend on the row, so it
-            is called with a batch of this size, so that it finds a prefix in its own row. Requests beyond it, which an
-            engine that runs on has, take the rows in turn.
+        batch_size (`int`): Rows of the user's batch. A custom processor may depend on the row, so it is called with a
+            batch of this size that has each prefix in its own row. Requests beyond this size take the rows in turn.
     """
 
     def __init__(self, processors: LogitsProcessorList | None, batch_size: int):
@@ -63,19 +62,19 @@ class RowProcessors:
 
     @property
     def known(self) -> LogitsProcessorList:
-        """Those of Transformers' own that may be called at any time: they keep no state."""
+        """Transformers' own processors among them that keep no state, and so can be called at any time."""
         return LogitsProcessorList(p for p in self._processors if _is_known(p, _PREFIX_FREE | _ROW_FREE))
 
     @property
     def is_vocabulary_invariant(self) -> bool:
-        """Whether none of them looks at the prefix, or at which token a logit belongs to."""
+        """Whether all of them ignore the prefix, and which token a logit belongs to."""
         return all(_is_known(item, _PREFIX_FREE - {"SuppressTokensLogitsProcessor"}) for item in self._processors)
 
     @property
     def temperature(self) -> float | None:
-        """What logits are divided by, where nothing else is done to them; `None` where something is.
+        """The divisor of the logits, if the processors do nothing else; otherwise `None`.
 
-        Also where the quotients could leave what fp32 holds.
+        Also `None` if quotients could leave the range of fp32.
         """
         if not self._processors:
             return 1.0
@@ -93,21 +92,21 @@ class RowProcessors:
 
         Args:
             logits (`torch.Tensor` of shape `(P, V)`): In fp32; may be written to.
-            prefixes (callable): Returns the prefix `[n]` of each position; called only where one is looked at.
+            prefixes (callable): Returns the prefix `[n]` of each position; called only if a processor reads them.
             rows (`list[int]`): The row of the user's batch that each position belongs to.
         """
-        made: list[torch.Tensor] | None = None
+        texts: list[torch.Tensor] | None = None
         for processor in self._processors:
             if _is_known(processor, _PREFIX_FREE):
                 logits = processor(logits.new_empty((logits.shape[0], 0), dtype=torch.long), logits)
                 continue
-            made = prefixes() if made is None else made
+            texts = prefixes() if texts is None else texts
             if _is_known(processor, _ROW_FREE):
-                logits = self._by_length(processor, logits, made, rows)
+                logits = self._by_length(processor, logits, texts, rows)
             elif _is_known(processor, {"PrefixConstrainedLogitsProcessor"}):
-                logits = _constrained(processor, logits, made, rows)
+                logits = _constrained(processor, logits, texts, rows)
             else:
-                logits = self._in_own_row(processor, logits, made, rows)
+                logits = self._in_own_row(processor, logits, texts, rows)
         return logits
 
     def _by_length(
@@ -130,7 +129,7 @@ class RowProcessors:
         return torch.cat(processed)[order.argsort()]
 
     def _for_rows(self, processor: Any, rows: list[int]) -> Any:
-        """The repetition penalty keeps how much padding each row has; give it that of these rows."""
+        """The repetition penalty stores the padding of each row; give it the padding of these rows."""
         ignored = getattr(processor, "prompt_ignore_length", None)
         if not isinstance(ignored, torch.Tensor):
             return processor
@@ -150,7 +149,7 @@ class RowProcessors:
 
 
 def _constrained(processor: Any, logits: torch.Tensor, prefixes: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
-    """`prefix_allowed_tokens_fn` is asked about each row by its number, and about no other."""
+    """Call `prefix_allowed_tokens_fn` for each row, with the number of that row only."""
     allowed = processor._prefix_allowed_tokens_fn
     processed = []
     for position, (prefix, row) in enumerate(zip(prefixes, rows, strict=True)):

@@ -27,7 +27,7 @@ from .target_binding import input_device
 logger = logging.get_logger(__name__)
 
 _TRIAL_ROWS = 4
-_LOOP_VERSION = 5  # raised when a round of this code costs something else
+_LOOP_VERSION = 5  # raised when the cost of a round changes
 _known: "WeakKeyDictionary[PreTrainedModel, dict[str, CostProfile]]" = WeakKeyDictionary()
 
 
@@ -36,8 +36,8 @@ def profile(
 ) -> CostProfile:
     """The costs of `drafter` and `target` on this machine, from memory, from the user's cache folder, or measured.
 
-    The folder is `$DSPARK_CACHE/costs`, by default `~/.cache/dspark/costs`. A file that is damaged, or was made for
-    something else, is measured again and replaced.
+    The folder is `$DSPARK_CACHE/costs`, by default `~/.cache/dspark/costs`. A file that is damaged, or belongs to
+    another key, is measured again and replaced.
 
     Raises:
         ValueError: if the target cannot be packed, or does not fit the drafter.
@@ -71,7 +71,7 @@ def profile_of_call(
         drafter ([`DSparkModel`]): The drafter.
         target ([`~transformers.PreTrainedModel`]): The target.
         processors ([`RowProcessors`]): Of the call.
-        prompt (`torch.LongTensor` of shape `(n,)`): Tokens to try them on.
+        prompt (`torch.LongTensor` of shape `(n,)`): Tokens for a trial of the processors.
         fused_head (`str`, *optional*): What the heads run on; see [`DraftBinding`].
     """
     costs = profile(drafter, target, fused_head=fused_head)
@@ -88,7 +88,7 @@ def profile_of_call(
 
 
 def processing_seconds(processors: RowProcessors, prompt: torch.Tensor, vocab_size: int) -> float:
-    """Measure what Transformers' own among the processors cost for one row of logits."""
+    """Measure the cost of Transformers' own processors for one row of logits."""
     trial = RowProcessors(processors.known, processors.batch_size)
     trial.num_pads = {0: 0}
     logits = torch.linspace(-1.0, 1.0, vocab_size, device=prompt.device).repeat(_TRIAL_ROWS, 1)
@@ -127,7 +127,7 @@ def profile_key(drafter: Drafter, target: PreTrainedModel, fused_head: str | Non
 
 
 def _stored(digest: str, key: dict[str, Any]) -> CostProfile | None:
-    """The profile of that name, if there is one and it was made for `key`."""
+    """The profile of that name, if it exists and was measured for `key`."""
     try:
         path = costs_folder() / f"{digest}.json"
         if not path.exists():
@@ -157,11 +157,11 @@ def _accelerators(target: PreTrainedModel) -> list[torch.device]:
 
 
 def _cpu_name() -> str:
-    """The model of the CPU, where the system tells."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text(errors="replace").splitlines() if facts.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    """The model of the CPU, if the system reports it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _digest(config: PretrainedConfig) -> str:

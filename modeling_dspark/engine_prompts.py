@@ -1,4 +1,4 @@
-"""Prompts on their way into an engine: checked, then cut into the pieces that one forward takes."""
+"""Checks prompts, and cuts them into the pieces of each forward."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 
 
 def prompt_pieces(requests: list[Request], *, chunk_size: int, num_tokens: int) -> Iterator[list[Piece]]:
-    """Pieces for one forward after another.
+    """Yield the pieces of each forward.
 
     Args:
-        requests (`list[Request]`): Whose prompts are cut, in the order of their rows.
+        requests (`list[Request]`): Requests with new prompts, in the order of their rows.
         chunk_size (`int`): Maximum tokens of one request in a forward.
         num_tokens (`int`): Maximum tokens of all requests in a forward.
     """
@@ -49,7 +49,7 @@ def prompt_pieces(requests: list[Request], *, chunk_size: int, num_tokens: int) 
 
 
 def check_prompt(prompt: Any, max_new_tokens: Any, *, vocab_size: int) -> None:
-    """Refuse what an engine cannot decode.
+    """Refuse a prompt that an engine cannot decode.
 
     Raises:
         TypeError: for a prompt other than a tensor of integers, or a length other than an integer.

@@ -1,4 +1,4 @@
-"""One request of the packed loop: its text, its features on the way to the drafter, and its counts."""
+"""One request of the packed loop: its text, its features that the drafter has not seen, and its counts."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ from .schedule_gate import RequestEstimate
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way to a text.
+    """A prompt and the text after it.
 
     Attributes:
         index (`int`): Order in which it was added; the row of the user's batch.
         prefix (`torch.LongTensor` of shape `(n,)`):
-            The prompt as logits processors and criteria see it: with the padding it came with, on the left.
+            The prompt as logits processors and criteria see it: with its padding on the left.
         prompt (`torch.LongTensor` of shape `(m,)`): The prompt without padding.
         max_length (`int`): Maximum tokens of `prefix` and text together.
         statistics ([`RunStatistics`]): Its rounds.
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Tokens that may still be added."""
         return self.max_length - self._length
 
     def append(self, tokens: list[int]) -> None:

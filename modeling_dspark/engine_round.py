@@ -49,7 +49,7 @@ def schedule_lengths(
     """Draft tokens to verify in each row of a proposal; syncs if the schedule reads confidences.
 
     Args:
-        schedule ([`Schedule`]): Decides.
+        schedule ([`Schedule`]): The schedule.
         proposal ([`Proposal`]): The drafts.
         limits (`list[int]`): Maximum for each row.
         num_rows (`int`): Rows of the target forward.

@@ -1,4 +1,4 @@
-"""Where a text ends: the user's stopping criteria, asked about the tokens of many texts at once.
+"""Where a text ends: the user's stopping criteria, applied to the tokens of many texts at once.
 
 Shapes: `V` vocabulary, `n` length of a text.
 """
@@ -47,23 +47,23 @@ class StopConditions:
         """Length at which each text ends, or `None` where it continues.
 
         Args:
-            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and those again on the host.
+            texts (`list[tuple]`): The text `[n]` of each row, new tokens included, and the new tokens on the host.
             rows (`list[int]`): The row of the user's batch that each text belongs to.
             scores (`list`): Scores `[V]` of all tokens of each text, where they are kept, else `None`.
         """
         ends = [self._by_token(len(text) - len(new), new) for text, new in texts]
         for criterion in self._content:
             if type(criterion) is StopStringCriteria:
-                found = _first_stops(criterion, texts)
+                stops = _first_stops(criterion, texts)
             else:
-                found = [self._asked(criterion, *item) for item in zip(texts, ends, rows, scores, strict=True)]
+                stops = [self._asked(criterion, *item) for item in zip(texts, ends, rows, scores, strict=True)]
             ends = [
-                min((end for end in pair if end is not None), default=None) for pair in zip(ends, found, strict=True)
+                min((end for end in pair if end is not None), default=None) for pair in zip(ends, stops, strict=True)
             ]
         return ends
 
     def ask(self, criterion: Any, texts: torch.Tensor, scores: Any) -> Any:
-        """The answer of a criterion about texts `[B, n]`."""
+        """Apply a criterion to texts `[B, n]`."""
         return criterion(texts, scores)
 
     def _by_token(self, before: int, new: list[int]) -> int | None:
@@ -78,16 +78,18 @@ class StopConditions:
         """Ask a criterion about each new token in turn, with the text up to it, as plain decoding does."""
         tokens, new = text
         for length in range(len(tokens) - len(new) + 1, (end or len(tokens)) + 1):
-            known = None if scores is None else scores[: len(scores) - (len(tokens) - length)]
-            given = None if known is None else tuple(item.expand(self._batch_size, -1) for item in known)
-            answer = torch.as_tensor(self.ask(criterion, tokens[:length].repeat(self._batch_size, 1), given))
+            batch_scores = None
+            if scores is not None:
+                before = scores[: len(scores) - (len(tokens) - length)]
+                batch_scores = tuple(item.expand(self._batch_size, -1) for item in before)
+            answer = torch.as_tensor(self.ask(criterion, tokens[:length].repeat(self._batch_size, 1), batch_scores))
             if bool(answer if answer.numel() == 1 else answer[row % self._batch_size]):
                 return length
         return None
 
 
 def _first_stops(criterion: Any, texts: list[tuple[torch.Tensor, list[int]]]) -> list[int | None]:
-    """Stop strings: all new tokens of all texts in one call for each length of what the criterion looks at."""
+    """Stop strings: one call per length of the tail that the criterion reads, for all new tokens of all texts."""
     groups: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
     for index, (text, new) in enumerate(texts):
         for length in range(len(text) - len(new) + 1, len(text) + 1):

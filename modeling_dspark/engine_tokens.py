@@ -31,7 +31,7 @@ class TokenSelector:
         processors ([`RowProcessors`]): Applied to the target's logits.
         do_sample (`bool`): Draw instead of taking the argmax.
         generator (`torch.Generator`, *optional*): Source of randomness.
-        keep_scores, keep_logits (`bool`): Whether someone will keep processed or raw logits.
+        keep_scores, keep_logits (`bool`): Whether processed or raw logits are kept.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class TextWriter:
         """Append the tokens `kept` of each request; returns the requests that have finished.
 
         Args:
-            requests (`list[Request]`): Whose texts grow.
+            requests (`list[Request]`): Requests to append to.
             kept (`list[list[int]]`): New tokens of each, at least one.
             offsets (`Sequence[int]`): Where the scores of each request begin in `scores`.
-            scores ([`Scores`]): What the tokens were chosen from.
+            scores ([`Scores`]): Scores that the tokens were chosen from.
 
         Raises:
             ValueError: if no token could be drawn.

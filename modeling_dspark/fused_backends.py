@@ -1,4 +1,4 @@
-"""What the fused head runs on: C++ on a CPU, CUDA by nvcc or NVRTC on a GPU, chosen for each device and made on first use.
+"""Backends of the fused head: C++ on a CPU, CUDA by nvcc or NVRTC on a GPU, chosen per device and built on first use.
 
 `DSPARK_FUSED_HEAD` chooses: `auto` (the default: `cpu` on a CPU, `cuda` or else `nvrtc` on a GPU), `cpu`, `cuda`, `nvrtc`,
 or `torch` for none. A failure is reported once, and not tried again in the process.
@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 CHOICES = ("auto", "cpu", "cuda", "nvrtc", "torch")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# CUDA's errors for too many blocks at once, as on a GPU that is shared out, and for what a device does not support.
+# CUDA's errors for too many blocks in a cooperative launch, as on a partitioned GPU, and for an unsupported feature.
 _NOT_COOPERATIVE = (720, 801)
 
 
@@ -59,7 +59,7 @@ class CpuBackend:
 
     def __call__(self, inputs: HeadInputs) -> Outputs:
         """A block; draws by inversion."""
-        # A draw goes over the logits twice, so they are written for it in any case.
+        # A draw reads the logits twice, so they are always written for it.
         packed, outputs, _alive = pack(inputs, with_logits=inputs.keep_logits or inputs.temperature > 0)
         self.launch(packed)
         columns, tokens, logits, confidence = outputs
@@ -75,12 +75,14 @@ class CpuBackend:
         packed.isa, packed.threads = self._isa, torch.get_num_threads()
         refusal = self._library.dspark_head_cpu(ctypes.byref(packed))
         if refusal == 1:
-            raise LaunchError(f"instruction set {self._isa} is not of this machine, whose best is {self.best_isa}")
+            raise LaunchError(f"this machine lacks instruction set {self._isa}; its best is {self.best_isa}")
         if refusal == 2:
             anchors = (ctypes.c_int64 * packed.rows).from_address(packed.anchors)
-            raise ValueError(f"`anchors` are tokens from 0 to {packed.target_vocabulary - 1}, got {list(anchors)}.")
+            raise ValueError(
+                f"`anchors` must be tokens from 0 to {packed.target_vocabulary - 1}, got {list(anchors)}."
+            )
         if refusal == 3:
-            raise ValueError(f"`draft_to_target` leads to tokens beyond the target's {packed.target_vocabulary}.")
+            raise ValueError(f"`draft_to_target` must lead to tokens from 0 to {packed.target_vocabulary - 1}.")
         if refusal:
             raise LaunchError(f"no kernel for dtype {packed.dtype}")
 
@@ -99,7 +101,7 @@ class GpuBackend:
         properties = torch.cuda.get_device_properties(device)
         self._sizes = {
             "num_multiprocessors": properties.multi_processor_count,
-            "max_shared_bytes": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),  # of every GPU
+            "max_shared_bytes": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),  # that every GPU has
         }
         self._stepwise = False
 
@@ -130,9 +132,9 @@ class GpuBackend:
 
 
 def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outputs, list[torch.Tensor]]:
-    """Arguments for a kernel, what it writes to, and the tensors whose addresses it has."""
+    """Arguments for a kernel, its outputs, and all tensors behind its addresses."""
     base_logits, hidden, confidence = inputs.base_logits, inputs.hidden, inputs.confidence_weight
-    rows, positions, vocabulary = base_logits.shape
+    num_rows, num_positions, vocabulary = base_logits.shape
     if hidden.stride()[1:] != (hidden.shape[2], 1):
         hidden = hidden.contiguous()
     outputs = empty_outputs(base_logits, confidence, with_logits=with_logits)
@@ -150,8 +152,8 @@ def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outpu
         **{name: tensor if tensor.numel() else None for name, tensor in named.items()},
     }
     arguments = HeadArguments(
-        rows=rows,
-        positions=positions,
+        rows=num_rows,
+        positions=num_positions,
         vocabulary=vocabulary,
         target_vocabulary=len(inputs.w1),
         rank=inputs.w2.shape[1],
@@ -169,7 +171,7 @@ def pack(inputs: HeadInputs, *, with_logits: bool) -> tuple[HeadArguments, Outpu
 
 
 def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The mixer's weight for tokens and state, and what hidden states bring: one product for all positions."""
+    """The mixer's weight for tokens and state, and its product with the hidden states of all positions."""
     if inputs.mixer_weight is None:
         return {}
     weight, size = inputs.mixer_weight.contiguous(), hidden.shape[2]
@@ -177,7 +179,9 @@ def _mixer(inputs: HeadInputs, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         of_hidden, of_tokens = weight[:, :size], weight[:, size:]
     else:  # [state, previous, hidden]
         of_tokens, of_hidden = weight[:, :-size], weight[:, -size:]
-    product = nn.functional.linear(hidden, of_hidden, inputs.mixer_bias).to(hidden.dtype)  # autocast has its own
+    product = nn.functional.linear(hidden, of_hidden, inputs.mixer_bias).to(
+        hidden.dtype
+    )  # autocast chooses its own dtype
     return {"mixer_hidden": product.contiguous(), "mixer_weight": of_tokens}
 
 
@@ -195,18 +199,18 @@ def backend_names(device: torch.device, choice: str) -> tuple[str, ...]:
     """Backends for a device, best first; none stands for PyTorch.
 
     Raises:
-        ValueError: if `choice` is none of the choices.
+        ValueError: if `choice` is not one of `CHOICES`.
     """
     if choice not in CHOICES:
         raise ValueError(
             f"`fused_head` (or the environment variable DSPARK_FUSED_HEAD) must be one of {CHOICES}, got {choice!r}."
         )
-    there: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     if device.type == "cpu":
-        there = ("cpu",)
+        names = ("cpu",)
     elif device.type == "cuda" and torch.version.cuda is not None:  # the same device type is AMD's
-        there = ("cuda", "nvrtc")
-    return there if choice == "auto" else (choice,) if choice in there else ()
+        names = ("cuda", "nvrtc")
+    return names if choice == "auto" else (choice,) if choice in names else ()
 
 
 def serves(*tensors: torch.Tensor | None) -> bool:
@@ -223,11 +227,11 @@ def backend_for(
     Args:
         device (`torch.device`): Where the tensors are.
         dtype (`torch.dtype`, *optional*): Of the weights.
-        rank (`int`, *optional*): Of the Markov head. With a dtype, a backend that failed for both is passed over.
+        rank (`int`, *optional*): Of the Markov head. Backends that failed for this dtype and rank are skipped.
         choice (`str`, *optional*, defaults to `"auto"`): One of `CHOICES`.
 
     Raises:
-        ValueError: if `choice` is none of the choices.
+        ValueError: if `choice` is not one of `CHOICES`.
     """
     for name in (names := backend_names(device, choice)):
         key = (name, device)
@@ -238,7 +242,7 @@ def backend_for(
 
 
 def give_up(backend: Backend, dtype: torch.dtype, rank: int, error: Exception) -> None:
-    """Never take this backend again for weights of this dtype and rank, and say why."""
+    """Stop using this backend for weights of this dtype and rank, and warn with the reason."""
     _given_up.add((backend, dtype, rank))
     _warn(str(error))
 
@@ -254,15 +258,15 @@ def _make(name: str, device: torch.device, *, last: bool) -> Backend | None:
                 if last:
                     _warn(f"{name}: {error}")
                 else:
-                    say = logger.info if isinstance(error, NoToolkitError) else logger.warning_once
-                    say(f"The fused sequential head is not built by nvcc but compiled by NVRTC: {error}.")
+                    log = logger.info if isinstance(error, NoToolkitError) else logger.warning_once
+                    log(f"NVRTC compiles the fused sequential head, because nvcc could not build it: {error}.")
         return _made[name, device]
 
 
 def _warn(reason: str) -> None:
     logger.warning_once(
         f"The fused sequential head is not used, and drafting is a little slower: {reason}. "
-        "DSPARK_FUSED_HEAD=torch says that this is fine."
+        "Set DSPARK_FUSED_HEAD=torch to silence this warning."
     )
 
 

@@ -69,10 +69,10 @@ def load_built(
 
     Args:
         name (`str`): Of the library, for people to read.
-        key (`list`): All that the library depends on, but for torch and the machine; of what JSON can hold.
-        compile_in (`Callable`): Builds it in the folder that it is given, under any name that ends in `.so`.
+        key (`list`): Everything that the library depends on besides torch and the machine, as JSON values.
+        compile_in (`Callable`): Builds it in the given folder, under any name that ends in `.so`.
         lasts (`str`): How long that takes.
-        needs (`str`): What can be done if it fails.
+        needs (`str`): Requirements of the build, for its error.
 
     Raises:
         BuildError: if it can be neither found nor built; the same one from then on.
@@ -93,7 +93,7 @@ def load_built(
 
 
 def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
-    """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder where no lock can be in the way."""
+    """`torch.utils.cpp_extension.load_inline` without headers of torch, in a folder without a lock."""
     with _build_environment():
         from torch.utils import cpp_extension  # needs setuptools, which not every environment has
 
@@ -104,9 +104,9 @@ def compile_extension(name: str, folder: Path, **arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _build_environment() -> Iterator[None]:
-    """Finds the ninja that pip installed, also where this Python's environment is not activated, and takes any compiler.
+    """Put pip's ninja on the path, even if this Python's environment is not activated, and accept any compiler.
 
-    Nothing of torch is linked, so it does not matter that a compiler is not the one that torch was built with.
+    Torch is not linked, so a compiler other than the one that torch was built with is fine.
     """
     before = {name: os.environ.get(name) for name in ("PATH", "TORCH_DONT_CHECK_COMPILER_ABI")}
     os.environ["PATH"] = _search_path()
@@ -125,7 +125,7 @@ def _search_path() -> str:
 
 
 def _compiler() -> str:
-    """As torch chooses; it takes no arguments with it."""
+    """The compiler, chosen as torch does: `CXX` is one program, without arguments."""
     return os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")
 
 
@@ -133,11 +133,11 @@ def _look_for_tools(needs: str) -> None:
     """Refuse early, and name the missing tool."""
     for tool in (_compiler(), "ninja"):
         if shutil.which(tool, path=_search_path()) is None:
-            raise BuildError(f"there is no program `{tool}`; {needs}")
+            raise BuildError(f"the program `{tool}` is missing; {needs}")
 
 
 def digest(key: list[Any]) -> str:
-    """Short name for what something was built from, on this kind of machine."""
+    """Short name for the inputs of a build on this kind of machine."""
     key = [*key, platform.system(), platform.machine()]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
@@ -152,7 +152,7 @@ def read_kept(file: str) -> bytes | None:
 
 
 def keep(file: str, content: bytes) -> None:
-    """Write a file for `read_kept` of this and other processes, where there is a folder for it."""
+    """Write a file for `read_kept` of this and other processes, if a folder can be written to."""
     try:
         folder = _writable_folder()
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
@@ -162,14 +162,14 @@ def keep(file: str, content: bytes) -> None:
 
 
 def _whole(path: Path) -> bytes | None:
-    """The content before its checksum, or `None` if that is not right."""
+    """The content before its checksum, or `None` if the checksum is wrong."""
     content = path.read_bytes()
     content, checksum = content[:-_CHECKSUM], content[-_CHECKSUM:]
     return content if hashlib.sha256(content).digest() == checksum else None
 
 
 def _write_whole(content: bytes, scratch: Path, path: Path) -> None:
-    """Content and checksum under a name that no reader finds before they are on the disk."""
+    """Write content and checksum under a name that exists only once both are on the disk."""
     with scratch.open("wb") as file:
         file.write(content + hashlib.sha256(content).digest())
         file.flush()
@@ -209,11 +209,11 @@ def _why_not_own(folder: Path) -> str | None:
 def _find(file: str) -> ctypes.CDLL | None:
     for folder in _folders():
         path = folder / file
-        with contextlib.suppress(OSError):  # a folder that may not be looked into
+        with contextlib.suppress(OSError):  # an unreadable folder
             if not path.is_file() or _why_not_own(folder) is not None:
                 continue
             try:
-                if _whole(path) is not None:  # a loader does not survive a file that is cut short
+                if _whole(path) is not None:  # loading a truncated file would crash the process
                     return ctypes.CDLL(str(path))
                 error: object = "it is damaged"
             except OSError as loader_error:
@@ -227,7 +227,7 @@ def _writable_folder() -> Path:
     for folder in _folders():
         try:
             if any(sign in str(folder) for sign in "$:\n") and sys.platform != "win32":
-                raise OSError(f"{folder} has a `$` or `:` in its path, which ninja takes for its own")
+                raise OSError(f"{folder} has a `$` or `:` in its path, which ninja does not take")
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if reason := _why_not_own(folder):
                 raise PermissionError(reason)
@@ -241,9 +241,9 @@ def _writable_folder() -> Path:
 def _build(file: str, compile_in: Callable[[Path], None], announcement: str, needs: str) -> ctypes.CDLL:
     folder = _writable_folder()
     with _locked(folder / f"{file}.lock") as is_locked:
-        found = _find(file)
-        if found is not None:  # another process has built it meanwhile
-            return found
+        library = _find(file)
+        if library is not None:  # another process has built it meanwhile
+            return library
         _look_for_tools(needs)
         if is_locked:
             for stale in folder.glob(f".build-{file}-*"):
@@ -273,19 +273,19 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _compile(compile_in: Callable[[Path], None], path: Path, needs: str) -> None:
-    """Build in a folder of its own, so that no lock of an earlier build can be in the way."""
+    """Build in a fresh folder, which has no lock of an earlier build."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".build-{path.name}-") as scratch:
         try:
             compile_in(Path(scratch))
             (library,) = Path(scratch).glob("*.so")  # torch numbers the names of libraries that a process builds again
             _write_whole(library.read_bytes(), Path(scratch) / "whole", path)
-        except Exception as error:  # whatever a compiler, ninja or a full disk comes up with
+        except Exception as error:  # compilers, ninja and full disks raise various errors
             way_out = _NO_SPACE if "No space left" in str(error) else needs
             raise BuildError(f"{_reason(error)}; {way_out}") from error
 
 
 def _reason(error: Exception) -> str:
-    """The line of a build's output that says what went wrong."""
+    """The line of a build's output that names the error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     telling = (line for line in lines if any(word in line for word in _TELLING))
     return next(telling, lines[0])[:200]

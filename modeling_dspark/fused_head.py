@@ -37,7 +37,7 @@ class BlockTokens(NamedTuple):
     Attributes:
         columns (`torch.LongTensor` of shape `(R, K)`): Places of the tokens in the draft vocabulary.
         tokens (`torch.LongTensor` of shape `(R, K)`): Tokens of the target's vocabulary.
-        logits (`torch.Tensor` of shape `(R, K, Vd)`, *optional*): What they were chosen from, where it was asked for.
+        logits (`torch.Tensor` of shape `(R, K, Vd)`, *optional*): Logits that they were chosen from, if requested.
         confidence_logits (`torch.Tensor` of shape `(R, K)`, *optional*): In fp32; `None` without a confidence head.
     """
 
@@ -53,10 +53,10 @@ def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = 
     Args:
         drafter ([`Drafter`]): The drafter.
         logits_dtype (`torch.dtype`): Of the base logits, which are on the drafter's device.
-        choice (`str`, *optional*, defaults to `"auto"`): What to run on, one of `CHOICES`.
+        choice (`str`, *optional*, defaults to `"auto"`): The backend, one of `CHOICES`.
 
     Raises:
-        ValueError: if `choice` is none of the choices.
+        ValueError: if `choice` is not one of `CHOICES`.
     """
     head, device = drafter.markov_head, drafter.device
     if not backend_names(device, choice):
@@ -68,7 +68,7 @@ def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = 
         getattr(getattr(type(drafter), name), "fusable", False) and name not in own
         for name in ("head_step", "to_target_ids")
     ):
-        return "the drafter has a `head_step` or `to_target_ids` of its own"
+        return "the drafter has a custom `head_step` or `to_target_ids`"
     if not all(_is_plain(module) for module in (head, drafter.confidence_head) if module is not None):
         return "its heads do more than their weights say: an adapter, a hook, quantisation"
     weights = [
@@ -140,7 +140,7 @@ def fused_block(
         temperature (`float`, *optional*, defaults to `0.0`): Of the draws; 0 takes the highest logit.
         seed (`int`, *optional*, defaults to `0`): Of the draws.
         keep_logits (`bool`, *optional*, defaults to `False`): Whether to return the logits.
-        backend (`str`, *optional*, defaults to `"auto"`): What to run on, one of `CHOICES`.
+        backend (`str`, *optional*, defaults to `"auto"`): The backend, one of `CHOICES`.
 
     Raises:
         ValueError: if a shape or a device is wrong; on a CPU also if an anchor is not in the target's vocabulary. (A GPU
@@ -194,7 +194,7 @@ def _run(
 
 
 def _check_shapes(inputs: HeadInputs) -> None:
-    """Refuse what would be read beyond its end."""
+    """Refuse shapes of which a kernel would read beyond the end."""
     base_logits, hidden, kind, confidence = inputs.base_logits, inputs.hidden, inputs.kind, inputs.confidence_weight
     if (
         kind not in _MIXER_ROWS
@@ -206,7 +206,7 @@ def _check_shapes(inputs: HeadInputs) -> None:
             f"`kind` must be one of {tuple(_MIXER_ROWS)}, `base_logits` [R, K, Vd], `hidden` [R, K, D] and `temperature` "
             f"from 0, got {kind!r}, {list(base_logits.shape)}, {list(hidden.shape)} and {inputs.temperature}."
         )
-    (rows, positions, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
+    (num_rows, num_positions, vocabulary), size, rank = base_logits.shape, hidden.shape[2], inputs.w2.shape[-1]
     if vocabulary == 0 or rank == 0 or (inputs.draft_to_target is None and vocabulary > len(inputs.w1)):
         raise ValueError(
             f"`base_logits` must have columns, `w2` a rank, and `w1` a row for each column, got {vocabulary}, {rank} and "
@@ -214,8 +214,8 @@ def _check_shapes(inputs: HeadInputs) -> None:
         )
     units, reads = _MIXER_ROWS[kind] * rank, 2 * rank if kind == "rnn" else rank
     expected = {
-        "hidden": (rows, positions, size),
-        "anchors": (rows,),
+        "hidden": (num_rows, num_positions, size),
+        "anchors": (num_rows,),
         "w1": (len(inputs.w1), rank),
         "w2": (vocabulary, rank),
         "mixer_weight": (units, size + reads) if units else None,
@@ -226,9 +226,9 @@ def _check_shapes(inputs: HeadInputs) -> None:
     }
     for name, shape in expected.items():
         tensor = getattr(inputs, name)
-        found = None if tensor is None else tuple(tensor.shape)
-        if found != shape:
-            raise ValueError(f"`{name}` must be of shape {shape}, got {found}.")
+        actual = None if tensor is None else tuple(tensor.shape)
+        if actual != shape:
+            raise ValueError(f"`{name}` must be of shape {shape}, got {actual}.")
     if inputs.anchors.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`anchors` must be integers, got {inputs.anchors.dtype}.")
     _check_devices(inputs)
@@ -243,19 +243,19 @@ def _check_devices(inputs: HeadInputs) -> None:
 
 def _fake(*arguments: Any) -> Outputs:
     inputs = HeadInputs(*arguments[:-1])  # the last one chooses the backend
-    _check_devices(inputs)  # one on `meta` is enough to end up here
+    _check_devices(inputs)  # a single tensor on `meta` leads here
     return empty_outputs(inputs.base_logits, inputs.confidence_weight, with_logits=inputs.keep_logits)
 
 
 def _registered(library: torch.library.Library) -> Callable[..., Outputs]:
-    """The operation. A copy of this code that was loaded before has registered it, perhaps with other arguments."""
+    """The operation. An earlier copy of this code may have registered it, perhaps with other arguments."""
     name, schema = "sequential_head", torch.library.infer_schema(_run, mutates_args=())
-    there = getattr(torch.ops.dspark, name, None)
-    if there is not None:
-        if str(there.default._schema) == f"dspark::{name}{schema}":
-            return there.default
+    registered = getattr(torch.ops.dspark, name, None)
+    if registered is not None:
+        if str(registered.default._schema) == f"dspark::{name}{schema}":
+            return registered.default
         name += "_" + hashlib.sha256(schema.encode()).hexdigest()[:8]
-    # By hand, since what `custom_op` wraps around takes as long as the rest of a call.
+    # By hand, because the wrapper of `custom_op` takes as long as the rest of a call.
     library.define(name + schema)
     library.impl(name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dspark::{name}", _fake, lib=library)

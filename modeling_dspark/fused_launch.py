@@ -1,4 +1,4 @@
-"""How the head's GPU kernel is launched, whoever compiled it: arguments, tiles of rows, shared memory, grid and phases.
+"""Launches the head's GPU kernel, however it was compiled: arguments, tiles of rows, shared memory, grid and phases.
 
 Kernels are known by a code for their dtype (0 fp32, 1 bf16, 2 fp16) and the number of tiles, each of eight rows (four in
 fp32), that a pass over W2 serves.
@@ -6,6 +6,7 @@ fp32), that a pass over W2 serves.
 
 import ctypes
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 from .fused_build import BuildError
 
@@ -19,10 +20,10 @@ _WEIGHT_BYTES = (4, 2, 2)
 
 
 class LaunchError(RuntimeError):
-    """A kernel could not be loaded or launched; in CUDA's words.
+    """CUDA's reason for not loading or launching a kernel.
 
     Attributes:
-        code (`int`): CUDA's number for it; 0 for what CUDA was not asked.
+        code (`int`): CUDA's number for it; 0 if the error is not CUDA's.
     """
 
     def __init__(self, message: str, code: int = 0) -> None:
@@ -50,14 +51,32 @@ class HeadArguments(ctypes.Structure):
     ]
 
 
+class Grid(NamedTuple):
+    """Launch configuration of a kernel.
+
+    Attributes:
+        blocks (`int`): Of the grid.
+        threads (`int`): Of a block.
+        shared_bytes (`int`): Shared memory of a block.
+        stream (`int`): Address of the CUDA stream.
+        cooperative (`bool`): Whether blocks can wait for each other.
+    """
+
+    blocks: int
+    threads: int
+    shared_bytes: int
+    stream: int
+    cooperative: bool
+
+
 class Kernels(ABC):
-    """Compiled kernels on one device. It is current, and its context is bound by work that this thread gave it before."""
+    """Compiled kernels on the current device, whose context earlier work of this thread has bound."""
 
     def __init__(self) -> None:
         self._occupancies: dict[tuple[int, int, int, int], int] = {}  # each is asked for once
 
     def occupancy(self, dtype: int, tiles: int, threads: int, shared_bytes: int) -> int:
-        """Blocks that a multiprocessor holds at a time. From then on, launches may take this much shared memory."""
+        """Blocks that a multiprocessor holds at a time. Later launches may use this much shared memory."""
         key = (dtype, tiles, threads, shared_bytes)
         if key not in self._occupancies:
             sizes = [size for *kernel, _, size in self._occupancies if kernel == [dtype, tiles]]
@@ -67,25 +86,12 @@ class Kernels(ABC):
         return self._occupancies[key]
 
     @abstractmethod
-    def launch(
-        self,
-        dtype: int,
-        tiles: int,
-        arguments: HeadArguments,
-        first: int,
-        last: int,
-        *,
-        blocks: int,
-        threads: int,
-        shared_bytes: int,
-        stream: int,
-        cooperative: bool,
-    ) -> None:
-        """Queue the phases from `first` to before `last`; more than one of them need a cooperative launch."""
+    def launch(self, dtype: int, tiles: int, arguments: HeadArguments, first: int, last: int, grid: Grid) -> None:
+        """Queue the phases `[first, last)`; several phases need a cooperative launch."""
 
     @abstractmethod
     def _allow(self, dtype: int, tiles: int, threads: int, shared_bytes: int) -> int:
-        """Let a kernel take this much shared memory, and say how many blocks of it a multiprocessor holds."""
+        """Let a kernel use this much shared memory; returns how many of its blocks a multiprocessor holds."""
 
 
 def kernel_name(dtype: int, tiles: int) -> str:
@@ -93,7 +99,7 @@ def kernel_name(dtype: int, tiles: int) -> str:
 
 
 def kernel_macros(dtype: int, tiles: int) -> dict[str, str]:
-    """With these, the source has one kernel only."""
+    """Macros that reduce the source to one kernel."""
     return {"DSPARK_ONLY_DTYPE": _DTYPES[dtype], "DSPARK_ONLY_TILES": str(tiles)}
 
 
@@ -101,7 +107,7 @@ def architecture(capability: tuple[int, int]) -> int:
     """The number behind `sm_` for a device's compute capability.
 
     Raises:
-        BuildError: for those without the tensor cores' bf16.
+        BuildError: if its tensor cores lack bf16.
     """
     if capability < (8, 0):
         raise BuildError(
@@ -124,13 +130,13 @@ def shared_bytes(dtype: int, tiles: int, rank: int, threads: int = THREADS) -> i
 
 
 def tiles_for(dtype: int, rows: int, rank: int, max_shared_bytes: int) -> int | None:
-    """Tiles of the kernel to take: the fewest for all rows in one pass over W2, as far as shared memory allows.
+    """Tiles of the kernel to use: the fewest for all rows in one pass over W2, as far as shared memory allows.
 
     Args:
         dtype (`int`): Its code.
         rows (`int`): Of the block.
         rank (`int`): Of the Markov head.
-        max_shared_bytes (`int`): What a block may have, `shared_memory_per_block_optin` of the device's properties.
+        max_shared_bytes (`int`): Limit of a block, `shared_memory_per_block_optin` of the device's properties.
 
     Returns:
         `None` if no kernel fits.
@@ -159,8 +165,7 @@ def launch(
         num_multiprocessors (`int`): Of the device.
         max_shared_bytes (`int`): Of a block, as for `tiles_for`.
         stream (`int`): Address of the CUDA stream.
-        stepwise (`bool`): One launch a phase, where a cooperative launch is not possible: while a stream is captured,
-            or on a device without it.
+        stepwise (`bool`): One launch per phase, for a stream that is captured or a device without cooperative launches.
 
     Raises:
         BuildError: if the kernel cannot be compiled.
@@ -178,24 +183,15 @@ def launch(
     useful = -(-arguments.vocabulary // (_COLUMNS * (THREADS // _LANES)))
     phases = arguments.positions * (1 if KINDS[arguments.kind] == "vanilla" else 2) + 1
     step = 1 if stepwise else phases
+    grid = Grid(max(1, min(resident, useful)), THREADS, size, stream, cooperative=not stepwise)
     for first in range(0, phases, step):
-        kernels.launch(
-            dtype,
-            tiles,
-            arguments,
-            first,
-            first + step,
-            blocks=max(1, min(resident, useful)),
-            threads=THREADS,
-            shared_bytes=size,
-            stream=stream,
-            cooperative=not stepwise,
-        )
+        kernels.launch(dtype, tiles, arguments, first, first + step, grid)
 
 
 __all__ = [
     "KINDS",
     "THREADS",
+    "Grid",
     "HeadArguments",
     "Kernels",
     "LaunchError",

@@ -1,7 +1,7 @@
 """The head's GPU kernels, built by nvcc of a CUDA toolkit through `torch.utils.cpp_extension`.
 
-Nothing of torch is linked: streams and addresses go in as integers. So the library is the same for every build of torch,
-those without CUDA included.
+Torch is not linked: streams and addresses are passed as integers, so the library is the same for every build of torch,
+including those without CUDA.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .fused_build import BuildError, compile_extension, load_built
-from .fused_launch import HeadArguments, Kernels, LaunchError, architecture, kernel_name
+from .fused_launch import Grid, HeadArguments, Kernels, LaunchError, architecture, kernel_name
 
 
 _NAME = "dspark_head_cuda"
 _FLAGS = ["-O3", "-std=c++17"]
-_SECONDS = 60  # that a question to nvcc may take
+_SECONDS = 60  # maximum for a question to nvcc
 _USUAL_HOME = Path("/usr/local/cuda")
 _INCLUDES = ("include", "targets/*/include")
 _LIBRARIES = ("lib64", "lib", "targets/*/lib")
@@ -48,7 +48,7 @@ class Toolkit(NamedTuple):
 
 
 class NvccKernels(Kernels):
-    """Kernels built by nvcc, for the device that is current; one object a device.
+    """Kernels built by nvcc for the current device; one object per device.
 
     Args:
         source (`str`): Of head_cuda.cu.
@@ -72,20 +72,8 @@ class NvccKernels(Kernels):
         )
         return blocks.value
 
-    def launch(
-        self,
-        dtype: int,
-        tiles: int,
-        arguments: HeadArguments,
-        first: int,
-        last: int,
-        *,
-        blocks: int,
-        threads: int,
-        shared_bytes: int,
-        stream: int,
-        cooperative: bool,  # noqa: ARG002  the library takes several phases for a sign of it
-    ) -> None:
+    def launch(self, dtype: int, tiles: int, arguments: HeadArguments, first: int, last: int, grid: Grid) -> None:
+        blocks, threads, shared_bytes, stream, _ = grid  # the library launches several phases cooperatively
         error = self._library.dspark_head_launch(
             dtype, tiles, ctypes.byref(arguments), first, last, blocks, threads, shared_bytes, ctypes.c_void_p(stream)
         )
@@ -93,16 +81,16 @@ class NvccKernels(Kernels):
 
     def _check(self, error: int, dtype: int, tiles: int) -> None:
         if error:
-            self._library.cudaGetLastError()  # forgets it, or torch would take it for one of its own next kernel
+            self._library.cudaGetLastError()  # clears it, or torch would report it for its next kernel
             text = self._library.dspark_head_error(error).decode()
             raise LaunchError(f"{kernel_name(dtype, tiles)}: {text}", error)
 
 
 def build(source: str, capability: tuple[int, int]) -> ctypes.CDLL:
-    """The library for one architecture, built if it is not there yet."""
+    """The library for one architecture, built if necessary."""
     number = architecture(capability)
     toolkit = find_toolkit()
-    flags = [*_FLAGS, f"-gencode=arch=compute_{number},code=sm_{number}"]  # or torch looks for a GPU to choose for
+    flags = [*_FLAGS, f"-gencode=arch=compute_{number},code=sm_{number}"]  # without it, torch looks for a GPU
 
     def compile_in(scratch: Path) -> None:
         _compile(source, flags, toolkit.home, scratch)
@@ -129,10 +117,10 @@ def _compile(source: str, flags: list[str], home: Path, scratch: Path) -> None:
 
 
 def _link_flags(home: Path, folder: Path) -> list[str]:
-    """Flags that come before torch's own, which ask for libraries that a torch without CUDA, or a wheel, does not have.
+    """Flags before torch's own, which ask for libraries that wheels, and builds of torch without CUDA, lack.
 
-    Empty archives stand for torch's, and a link for `libcudart.so`, which wheels have under its full name only. At run
-    time the copy that torch has loaded serves, if it is of this version, else the toolkit's.
+    Empty archives stand in for torch's libraries, and a link for `libcudart.so`, which wheels have under its full name
+    only. At run time, the copy that torch has loaded is used if its version matches, else the toolkit's.
     """
     folder.mkdir()
     for name in ("c10_cuda", "torch_cuda"):
@@ -161,7 +149,7 @@ def find_toolkit() -> Toolkit:
         looked.append(str(home))
     raise NoToolkitError(
         "no CUDA toolkit with `bin/nvcc` and `include/cuda_runtime.h` was found "
-        f"(looked in {', '.join(dict.fromkeys(looked)) or 'no place'}); install one, or set CUDA_HOME to it"
+        f"(looked in {', '.join(dict.fromkeys(looked)) or 'no folder'}); install one, or set CUDA_HOME to it"
     )
 
 
@@ -170,11 +158,11 @@ def _homes() -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable])
-    if found := shutil.which("nvcc"):
-        # What is on the path may be a script that calls another, and knows of it.
-        if real := re.search(r"_HERE_=(.+)", _ask(Path(found), "--dryrun", "-x", "cu", os.devnull)):
+    if nvcc := shutil.which("nvcc"):
+        # The nvcc on the path may be a script that calls another; a dry run names the real one.
+        if real := re.search(r"_HERE_=(.+)", _ask(Path(nvcc), "--dryrun", "-x", "cu", os.devnull)):
             yield Path(real[1].strip()).parent
-        yield Path(found).resolve().parents[1]
+        yield Path(nvcc).resolve().parents[1]
     yield _USUAL_HOME
     for folder in map(Path, sys.path):
         yield from sorted(folder.glob("nvidia/cu[0-9]*"), reverse=True)

@@ -1,7 +1,7 @@
 """The head's GPU kernels, compiled by NVRTC and launched by the driver: no compiler and no CUDA toolkit are needed.
 
-NVRTC comes with every torch for CUDA, as a wheel or inside it. A kernel is compiled when it is first needed, in about half
-a second, and kept among the libraries of `fused_build`.
+NVRTC comes with every torch for CUDA, as a wheel or inside it. A kernel is compiled on first use, in about half a second,
+and stored with the libraries of `fused_build`.
 """
 
 import ctypes
@@ -13,14 +13,7 @@ from pathlib import Path
 import torch
 
 from .fused_build import BuildError, digest, keep, read_kept
-from .fused_launch import (
-    HeadArguments,
-    Kernels,
-    LaunchError,
-    architecture,
-    kernel_macros,
-    kernel_name,
-)
+from .fused_launch import Grid, HeadArguments, Kernels, LaunchError, architecture, kernel_macros, kernel_name
 
 
 _WHEELS = ("nvidia/*/lib/libnvrtc.so.*", "nvidia/*/bin/nvrtc64_*.dll", "torch/lib/nvrtc64_*.dll")
@@ -30,7 +23,7 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class NvrtcKernels(Kernels):
-    """Kernels compiled by NVRTC, for the device that is current; one object a device.
+    """Kernels compiled by NVRTC for the current device; one object per device.
 
     Args:
         source (`str`): Of head_cuda.cu.
@@ -59,20 +52,8 @@ class NvrtcKernels(Kernels):
         self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, size)
         return blocks.value
 
-    def launch(
-        self,
-        dtype: int,
-        tiles: int,
-        arguments: HeadArguments,
-        first: int,
-        last: int,
-        *,
-        blocks: int,
-        threads: int,
-        shared_bytes: int,
-        stream: int,
-        cooperative: bool,
-    ) -> None:
+    def launch(self, dtype: int, tiles: int, arguments: HeadArguments, first: int, last: int, grid: Grid) -> None:
+        blocks, threads, shared_bytes, stream, cooperative = grid
         values = (arguments, ctypes.c_int32(first), ctypes.c_int32(last))
         parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
         shape = (blocks, 1, 1, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters)
@@ -113,7 +94,7 @@ class Nvrtc:
         self.version = (major.value, minor.value)
 
     def compile_kept(self, source: str, macros: dict[str, str], number: int) -> bytes:
-        """As `compile`, but once for all processes."""
+        """`compile`, cached for all processes."""
         key = digest([source, macros, number, self.version])
         file = f"{'-'.join(['nvrtc', *macros.values(), f'sm{number}', key])}.cubin"
         image = read_kept(file)
@@ -128,11 +109,11 @@ class Nvrtc:
         Raises:
             BuildError: with the compiler's message.
         """
-        known = self._architectures()
-        older = [other for other in known if other < number]
-        if number not in known and not older:
+        supported = self._architectures()
+        older = [known for known in supported if known < number]
+        if number not in supported and not older:
             raise BuildError(f"NVRTC {self.version[0]}.{self.version[1]} does not compile for sm_{number} any more")
-        target, kind = (f"sm_{number}", "CUBIN") if number in known else (f"compute_{max(older)}", "PTX")
+        target, kind = (f"sm_{number}", "CUBIN") if number in supported else (f"compute_{max(older)}", "PTX")
         options = ["-std=c++17", f"--gpu-architecture={target}"]
         options += [f"-D{name}={value}" for name, value in macros.items()]
         program = ctypes.c_void_p()
@@ -170,7 +151,7 @@ class Nvrtc:
 
 
 def find_nvrtc() -> ctypes.CDLL:
-    """NVRTC: the copy in use by this process, else that of a wheel, first of torch's version of CUDA, else the system's.
+    """NVRTC: the copy that this process uses, else a wheel's (first of torch's version of CUDA), else the system's.
 
     Raises:
         BuildError: if there is none that can be loaded.
@@ -179,7 +160,7 @@ def find_nvrtc() -> ctypes.CDLL:
     for file, mode in _candidates():
         try:
             for builtins in Path(file).parent.glob("*nvrtc-builtins*") if os.sep in file else ():
-                if ".alt." not in builtins.name:  # NVRTC opens it by name, which the loader finds only if it is loaded
+                if ".alt." not in builtins.name:  # NVRTC opens it by name, which works only once it is loaded
                     ctypes.CDLL(str(builtins))
             return ctypes.CDLL(file, mode=mode)
         except OSError as error:

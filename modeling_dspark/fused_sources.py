@@ -4,12 +4,11 @@ HEAD_CPU = r"""// The sequential head of a DSpark drafter on a CPU: a whole bloc
 //
 // For every position, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
 // logit, then `logits = base + W2 @ latent`, and the position's token from them. W2 (vocabulary * rank weights) is read once
-// a position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
+// per position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
 //
-// Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
-// version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
-// Sums are in fp32, logits are rounded once, and what is chosen or drawn from are the logits as rounded. Results do not
-// depend on the number of threads.
+// Only the standard library and the compiler's intrinsics are included, so it builds in seconds, for any version of torch.
+// The body below `DSPARK_ISA` is compiled once per instruction set, and chosen at run time. Sums are in fp32, logits are
+// rounded once, and tokens are chosen or drawn from the rounded logits. Results do not depend on the number of threads.
 
 #ifndef DSPARK_ISA  // ---------------------------------------------------------------- common to all instruction sets
 
@@ -38,7 +37,7 @@ struct DsparkHeadArguments {
   const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  void *logits;                                     // [rows, positions, vocabulary], or null if not requested
   int64_t *columns, *tokens;                        // [rows, positions]
   float *confidence;                                // [rows, positions]
   void *scratch;                                    // of the GPU; not used here
@@ -136,7 +135,7 @@ struct Workspace {
   std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
   std::vector<int32_t> best_column;
   std::vector<double> sums;
-  int32_t failed = 0;  // whether a draft token was none of the target's
+  int32_t failed = 0;  // whether a draft token was outside of the target's vocabulary
 };
 
 // Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and position alone.
@@ -204,8 +203,8 @@ extern "C" int dspark_head_best_isa() {
 #endif
 }
 
-// Returns 0, or why not: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is none of the target's,
-// 4 there is no such dtype.
+// Returns 0, or an error: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is outside of the target's
+// vocabulary, 4 the dtype is unknown.
 extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
   const Arguments &a = *arguments;
   const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
@@ -581,7 +580,7 @@ class Head {
     return ahead;
   }
 
-  // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
+  // Into the second cache: the first is too small for all that is in flight. Returns the place to continue from.
   static const char *prefetch(const char *place, int64_t bytes) {
     __builtin_prefetch(place, 0, 2);
     return place + bytes;
@@ -633,7 +632,7 @@ class Head {
     return column;
   }
 
-  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
+  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none after `stop`.
   floats weights_at(int64_t row, int64_t position, int64_t column, int64_t stop) const {
     const T *logits = logits_of(row, position) + column;
     alignas(64) T padded[kLanes];
@@ -759,7 +758,7 @@ struct DsparkHeadArguments {
   const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  void *logits;                                     // [rows, positions, vocabulary], or null if not requested
   int64_t *columns, *tokens;                        // [rows, positions]
   float *confidence;                                // [rows, positions]
   void *scratch;  // zeros: a counter of 8 bytes, keys [rows, positions] of 8; then floats: latents [rows, rank], states [2, rows, rank]
@@ -783,7 +782,7 @@ constexpr int kFloatRows = 4;              // rows that are multiplied at a time
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 #if !defined(DSPARK_EMULATION)
-// What another block may have written: read past the L1 cache.
+// Reads past the L1 cache, because another block may have written the value.
 template <typename T>
 __device__ T load_now(const T *source) {
   return *(const volatile T *)source;
@@ -1083,7 +1082,7 @@ __device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *
 }
 #endif
 
-// The columns from `first` on, by tensor cores. Which places meet in one instruction is of no account as long as both
+// The columns from `first` on, by tensor cores. Any places may meet in one instruction as long as both
 // factors agree: each lane takes eight places that lie next to each other, 32 in a step of the warp.
 template <typename T, int kTiles>
 struct Projection {
@@ -1312,7 +1311,7 @@ const void *kernel_of(int32_t dtype, int32_t tiles) {
 
 }  // namespace
 
-// All of them return an error of CUDA, 0 if there is none, and act on the device that is current.
+// All of them return CUDA's error, 0 if none, and act on the current device.
 extern "C" int dspark_head_occupancy(int32_t dtype, int32_t tiles, int32_t threads, int32_t shared_bytes, int32_t *blocks) {
   const void *kernel = kernel_of(dtype, tiles);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);

@@ -1,4 +1,4 @@
-"""The operation `dspark::sequential_head` in PyTorch: what the fused forms do, and what runs where there is none.
+"""The operation `dspark::sequential_head` in PyTorch: the reference of the fused forms, and the fallback without one.
 
 Shapes: `R` rows, `K` positions, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary, `r` Markov rank.
 """
@@ -91,7 +91,7 @@ def _drawn(scores: torch.Tensor, temperature: float, uniform: torch.Tensor) -> t
     level = uniform[:, None] * cumulative[:, -1:]
     level = torch.minimum(level, torch.nextafter(cumulative[:, -1:], torch.zeros_like(level)))
     place = torch.searchsorted(cumulative, level, right=True).squeeze(1)
-    return place.clamp(max=scores.shape[1] - 1)  # where no level is a number
+    return place.clamp(max=scores.shape[1] - 1)  # if levels are NaN
 
 
 def philox_uniform(seed: int, num_rows: int, num_draft_positions: int) -> torch.Tensor:

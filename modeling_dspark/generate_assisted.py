@@ -34,8 +34,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     Args:
         drafter ([`Drafter`]): The drafter.
-        call ([`AssistedCall`]): The call it serves. Processors are applied to drafts, each draft position with its own
-            prefix; drafts never run past the first token at which a criterion fires.
+        call ([`AssistedCall`]): The call it serves. Processors see each draft position with its own prefix; drafts never
+            run past the first token at which a criterion fires.
     """
 
     requires_model_outputs = True
@@ -73,7 +73,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts after `input_ids` `[1, n]`: the extended ids and, when sampling, the logits `[1, l, V]` they came from.
 
-        With no drafts the logits are `None`, so that no slice `[-0:]` is ever taken of them. Syncs once, since the loop
+        Without drafts the logits are `None`, so that the loop never takes a slice `[-0:]`. Syncs once, because the loop
         needs the number of drafts.
         """
         num_new, self._length = input_ids.shape[1] - self._length, input_ids.shape[1]
@@ -143,7 +143,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         next token is that token. Sampling: that token included, since whether a position is verified must not depend on the
         token drawn for it; verification then leaves out the bonus token (`ends_with_draft`).
 
-        Criteria are asked about texts that may never come to be, so they must depend on `input_ids` alone. One that
+        Criteria see texts that may never be produced, so they must depend on `input_ids` alone. One that
         cannot be asked (it reads the scores, say) leaves no drafts: the loop then asks it token by token.
         """
         candidate = torch.cat([input_ids, drafts], dim=1)[0]

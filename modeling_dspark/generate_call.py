@@ -1,4 +1,4 @@
-"""One `generate` call with a DSpark drafter: what is refused, and which loop serves it.
+"""Which `generate` calls with a DSpark drafter are refused, and which loop serves the others.
 
 The packed loop is the default. Transformers' own assisted loop serves single prompts that it does not cover; batches that
 it does not cover are refused, with the reason.
@@ -111,12 +111,12 @@ def check_inputs(call: AssistedCall) -> None:
         )
     if embeddings is not None and not loop_takes_embeddings():
         raise ValueError(
-            f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text whatever "
-            "assists. Pass `input_ids`, or install Transformers 5.24 or newer."
+            f"With `inputs_embeds`, the assisted loop of Transformers {transformers.__version__} gives wrong text with "
+            "any assistant. Pass `input_ids`, or install Transformers 5.24 or newer."
         )
     if target_cache(call.model_kwargs) is None:
         raise ValueError(
-            "A DSpark drafter needs a target with a cache of its own making: pass `use_cache=True` (the default), and a "
+            "A DSpark drafter needs a target that makes its own cache: pass `use_cache=True` (the default), and a "
             "model whose forward returns a cache."
         )
     for processor in call.logits_processor:
@@ -132,19 +132,17 @@ def why_not_packed(call: AssistedCall) -> str | None:
     target, input_ids, model_kwargs = call.target, call.input_ids, call.model_kwargs
     generation_config = call.generation_config
     cache = target_cache(model_kwargs)
-    known = {*_KNOWN, cache_keyword()}
     # Multimodal targets are passed an empty `mm_encoder_outputs` for text alone.
-    given = (name for name, value in model_kwargs.items() if value is not None and not _is_empty(value))
-    others = sorted(set(given) - known)
-    if others:
-        return f"it passes {', '.join(f'`{name}`' for name in others)} to the target"
+    passed = {name for name, value in model_kwargs.items() if value is not None and not _is_empty(value)}
+    if unknown := sorted(passed - _KNOWN - {cache_keyword()}):
+        return f"it passes {', '.join(f'`{name}`' for name in unknown)} to the target"
     is_own = getattr(cache, "_is_user_defined", False) or getattr(cache, "offloading", False)
     if type(cache) is not DynamicCache or is_own or cache.get_seq_length():
-        return f"it brings a cache of its own ({type(cache).__name__})"
+        return f"it passes its own cache ({type(cache).__name__})"
     if generation_config.return_dict_in_generate:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
-                return f"`{name}=True` asks for what the packed target does not return by token"
+                return f"`{name}=True` asks for tensors that the packed target does not return per token"
     if target.training and _drops(target):
         return "the target is in training mode, in which dropout makes each forward differ; call `target.eval()`"
     mask = model_kwargs.get("attention_mask")
@@ -152,7 +150,7 @@ def why_not_packed(call: AssistedCall) -> str | None:
         return reason
     positions = model_kwargs.get("position_ids")
     if positions is not None and not _are_usual(positions, mask, input_ids):
-        return "it brings `position_ids` of its own"
+        return "it passes its own `position_ids`"
     rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") in ("longrope", "dynamic") and generation_config.max_length > (original or 0):
@@ -161,7 +159,7 @@ def why_not_packed(call: AssistedCall) -> str | None:
 
 
 def with_fresh_cache(call: AssistedCall, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in which a target cache that already holds tokens is replaced by an empty one.
+    """Keyword arguments with an empty target cache instead of one that already holds tokens.
 
     The drafter needs the hidden states of all tokens, and Transformers' assisted loop runs the whole prompt whatever the
     cache holds, so the prompt is computed again. The user's cache object is left alone.
@@ -203,9 +201,9 @@ def _is_empty(value: Any) -> bool:
 
 def _why_not_masked(mask: torch.Tensor, input_ids: torch.Tensor) -> str | None:
     if mask.shape != input_ids.shape:
-        return f"its `attention_mask` has shape {tuple(mask.shape)} and not that of `input_ids`"
+        return f"its `attention_mask` has shape {tuple(mask.shape)} instead of that of `input_ids`"
     if not bool(((mask == 0) | (mask == 1)).all()):
-        return "its `attention_mask` holds other values than 0 and 1"
+        return "its `attention_mask` holds values other than 0 and 1"
     return None
 
 

@@ -1,8 +1,8 @@
 """How `target.generate(assistant_model=drafter)` reaches the code of a DSpark drafter.
 
 Transformers picks candidate generators in a closed chain, so loading a drafter installs, once, a thin dispatcher around
-four functions of its generation code. It acts only for assistants whose `config.model_type` is `"dspark"`, hands every
-decision to the code that came with that drafter, and passes everything else through untouched. `remove_dispatcher`
+four functions of its generation code. It acts only for assistants whose `config.model_type` is `"dspark"`, leaves every
+decision to the code that came with that drafter, and passes all other calls through unchanged. `remove_dispatcher`
 takes it out again.
 """
 
@@ -32,11 +32,11 @@ def install_dispatcher() -> None:
         original: Any = getattr(owner, name, None)
         if hasattr(original, _MARK):
             continue
-        found = [] if original is None else list(inspect.signature(original).parameters)
-        if not set(parameters) <= set(found):
+        actual = [] if original is None else list(inspect.signature(original).parameters)
+        if not set(parameters) <= set(actual):
             raise RuntimeError(
                 f"This DSpark code supports Transformers {SUPPORTED_TRANSFORMERS}; version {transformers.__version__} "
-                f"has another `{name}` (parameters {found}). Install a supported version."
+                f"has another `{name}` (parameters {actual}). Install a supported version."
             )
         wrapper = functools.wraps(original)(wrap(original))
         setattr(wrapper, _MARK, original)

@@ -1,4 +1,4 @@
-"""What `generate` asks of a drafter, and what a program asks of it around `generate`: a mixin of the model."""
+"""The interface of a drafter to `generate` and to programs around it: a mixin of the model."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -75,7 +75,7 @@ class AssistantMixin:
         )
 
     def profile(self, target: PreTrainedModel, *, refresh: bool = False, fused_head: str | None = None) -> CostProfile:
-        """What rounds cost on this machine with `target`: measured once (seconds, with a progress bar), then cached.
+        """The cost of rounds with `target` on this machine: measured once (seconds, with a progress bar), then cached.
 
         Args:
             target ([`~transformers.PreTrainedModel`]): The target.
@@ -105,7 +105,7 @@ class AssistantMixin:
     ) -> Any:
         """The packed loop as a decoding method: `target.generate(**inputs, custom_generate=drafter.decode)`.
 
-        `generate` prepares the other arguments; `generator`, `fused_head` and `observer` can be given to it.
+        `generate` prepares the arguments; pass `generator`, `fused_head` and `observer` to `generate`.
 
         Raises:
             ValueError: for a call that the packed loop does not serve, with the reason.
@@ -134,13 +134,13 @@ class AssistantMixin:
     ) -> Any:
         """Called by the dispatcher when decoding starts: the output of `generate`.
 
-        The dispatcher may be that of another release, whose copy of the code was loaded first, so this signature stays.
+        The dispatcher may come from another release whose copy of the code was loaded first, so this signature must stay.
 
         Args:
             target ([`~transformers.PreTrainedModel`]): The target.
             input_ids (`torch.LongTensor` of shape `(R, T)`): Prompts.
-            arguments (`dict`): What the decoding method was given, by name.
-            keywords (`dict`): Its keyword arguments as they came.
+            arguments (`dict`): Arguments of the decoding method, by name.
+            keywords (`dict`): Its keyword arguments, unchanged.
             assisted (callable): Transformers' own loop with an [`AssistedRun`] and keyword arguments.
         """
         call = AssistedCall(
@@ -163,7 +163,7 @@ class AssistantMixin:
                 f"This call cannot be decoded with a DSpark drafter as a batch of {input_ids.shape[0]}: {reason}. Call "
                 "`generate` for each prompt, or leave out `assistant_model`."
             )
-        logger.warning_once(f"Transformers' own assisted loop serves this call, and not the packed one: {reason}.")
+        logger.warning_once(f"Transformers' own assisted loop serves this call instead of the packed loop: {reason}.")
         run = AssistedRun(drafter, call)
         output = assisted(run, with_fresh_cache(call, keywords))
         report_quantized(target, run.candidate_generator.statistics)

@@ -39,7 +39,7 @@ def decode(
         call ([`AssistedCall`]): The call.
         generator (`torch.Generator`, *optional*): Source of randomness; the global one by default.
         fused_head (`str`, *optional*): What the drafter's heads run on; see [`DraftBinding`].
-        observer ([`EngineObserver`], *optional*): Told of each stage of each round.
+        observer ([`EngineObserver`], *optional*): Called at each stage of each round.
 
     Returns:
         `torch.LongTensor` of shape `(R, T + new)`, or [`~transformers.generation.GenerateDecoderOnlyOutput`].
@@ -101,7 +101,7 @@ def _run(engine: Engine, requests: list[Request], streamer: Any) -> None:
 def _without_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Of each row: prompt without padding, prompt with its padding on the left, and how much of that there is.
+    """For each row: the prompt without padding, the prompt with its padding on the left, and the length of the padding.
 
     Masked tokens between others are not padding: the target does not see them, but logits processors do.
     """
@@ -113,7 +113,7 @@ def _without_padding(
             raise ValueError(
                 f"Row {index} of the batch is all padding (`attention_mask` is 0 throughout); leave it out."
             )
-        first, *_, last = mask.nonzero().flatten().tolist() * 2  # twice, since there may be one only
+        first, *_, last = mask.nonzero().flatten().tolist() * 2  # twice, because there may be only one
         prefix = torch.cat([row[last + 1 :], row[: last + 1]])
         prompts.append((row[mask], prefix, len(row) - 1 - last + first))
     return prompts
@@ -168,7 +168,7 @@ def _longest(
 
 
 def report_quantized(target: PreTrainedModel, statistics: RunStatistics) -> None:
-    """Say once how a quantised target fares: its features drift from those the drafter was trained on."""
+    """Warn once about a quantised target: its features drift from those the drafter was trained on."""
     if getattr(target, "is_quantized", False) and statistics.rounds:
         logger.warning_once(
             "The target is quantised, so its hidden states differ from those the drafter was trained on; acceptance length of "

@@ -2,8 +2,8 @@
 
 In each layer keys and values are the projections of the context (the fused target features, which no layer changes)
 followed by those of the block; queries come from the block only, and attention inside the block is not causal.
-Where families differ (Gemma 4's norms, values and scale), the configuration says how. Nothing here knows of anchors,
-tokens, heads or losses.
+The configuration holds the differences between families (Gemma 4's norms, values and scale). This file is independent
+of anchors, tokens, heads and losses.
 
 Shapes: `R` rows, `C` context positions, `Q` block positions (`K` when decoding, many packed blocks when training),
 `D` hidden size, `d` head size.
@@ -84,7 +84,7 @@ class DSparkAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: DSparkCache | None,
     ) -> torch.Tensor:
-        rows, num_queries = hidden_states.shape[:2]
+        num_rows, num_queries = hidden_states.shape[:2]
         cos, sin = position_embeddings
         sources = torch.cat([context, hidden_states], dim=1)
         queries = self.queries(hidden_states, (cos[:, -num_queries:], sin[:, -num_queries:]))
@@ -105,7 +105,7 @@ class DSparkAttention(nn.Module):
             scaling=self.scaling,
             is_causal=False,
         )
-        return self.o_proj(output.reshape(rows, num_queries, -1))
+        return self.o_proj(output.reshape(num_rows, num_queries, -1))
 
     def queries(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -163,7 +163,7 @@ def unfold_heads(output: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """Attention and feed-forward, each with a norm before it, or one before and one after; the context passes by
+    """Attention and feed-forward, each with a norm before it, or one before and one after; the context stays
     unchanged."""
 
     layer_scalar: torch.Tensor
@@ -204,10 +204,10 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
             hidden_states = hidden_states + self.post_attention_layernorm(attended)
             output = self.mlp(self.pre_feedforward_layernorm(hidden_states))
             hidden_states = hidden_states + self.post_feedforward_layernorm(output)
-        else:  # the norm of that name then stands before the feed-forward
+        else:  # `post_attention_layernorm` then comes before the feed-forward
             hidden_states = hidden_states + attended
             hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        # A buffer may be wider than what passes by (mixed precision).
+        # In mixed precision, the buffer may be wider than the states.
         return hidden_states * self.layer_scalar.to(hidden_states.dtype) if self.config.layer_scalar else hidden_states
 
 

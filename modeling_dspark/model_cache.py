@@ -30,8 +30,8 @@ class WritePlan:
 class RaggedCache:
     """Per-layer buffers `[row slots, capacity, H, d]` with one length per row; rows join, leave and trade places.
 
-    The rows in use are the first ones, so all that is read is a view. Buffers start at the size first needed and grow
-    geometrically, never beyond `max_length`. They are made of zeros, because masked positions are multiplied by zero and
+    The rows in use come first, so every read is a view. Buffers start at the size first needed and grow
+    geometrically, never beyond `max_length`. They start as zeros, because masked positions are multiplied by zero and
     must be finite.
 
     Args:
@@ -53,7 +53,7 @@ class RaggedCache:
 
     def swap_rows(self, first: int, second: int) -> None:
         """Let two rows trade places."""
-        self.reserve(self.capacity)  # a row that has only just joined has no place yet
+        self.reserve(self.capacity)  # a new row may have no storage yet
         longest = max(self.lengths[first], self.lengths[second])
         for buffers in self._buffers.values():
             for buffer in buffers:
@@ -74,14 +74,14 @@ class RaggedCache:
 
     def reserve(self, num_positions: int) -> None:
         """Make room for `num_positions` positions in every row; the contents stay."""
-        rows = len(self.lengths)
-        if rows <= self._num_row_slots and num_positions <= self.capacity:
+        num_rows = len(self.lengths)
+        if num_rows <= self._num_row_slots and num_positions <= self.capacity:
             return
         if num_positions > self.capacity:
             spare = num_positions + num_positions // 4
             self.capacity = max(num_positions, spare if self.max_length is None else min(spare, self.max_length))
-        if rows > self._num_row_slots:
-            self._num_row_slots = max(rows, 2 * self._num_row_slots)
+        if num_rows > self._num_row_slots:
+            self._num_row_slots = max(num_rows, 2 * self._num_row_slots)
         for layer_idx, (keys, values) in self._buffers.items():
             self._buffers[layer_idx] = (self._grown(keys), self._grown(values))
 
@@ -106,7 +106,7 @@ class DSparkCache(RaggedCache):
 
     Args:
         num_rows (`int`, *optional*, defaults to `1`): Requests decoded together.
-        max_length (`int`, *optional*): Longest context there can be, block included.
+        max_length (`int`, *optional*): Maximum length of a context, block included.
     """
 
     def __init__(self, num_rows: int = 1, max_length: int | None = None):

@@ -1,6 +1,5 @@
-"""Load a drafter's checkpoint strictly: complete, or refused with a list of what does not fit.
-
-A missing, unexpected or mis-shaped tensor is an error that lists it; nothing is left at random values.
+"""Loads a drafter's checkpoint strictly: every missing, unexpected or mis-shaped tensor is listed in an error, and no weight
+stays at random values.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the data path asks of a drafter. `DSparkModel` is one; another copy of it, from remote code, is one too.
+"""The interface of a drafter in the data path. `DSparkModel` has it, and so has a copy of it from remote code.
 
 Shapes: `...` any leading shape, `R` rows, `D` hidden size, `V` vocabulary, `Vd` draft vocabulary.
 """
@@ -30,11 +30,11 @@ class Drafter(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of its weights."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Dtype of its weights."""
 
     @property
     def draft_token_ids(self) -> torch.Tensor | None:

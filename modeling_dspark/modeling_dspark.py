@@ -1,8 +1,8 @@
 """The DSpark drafter: backbone, sequential head and confidence head, with loading and saving.
 
-`forward` is neutral: noise embeddings, context, positions, mask and cache in, hidden states out. One block is decoded
-and many packed blocks are trained by the same call; anchors, labels and losses are not known here. Last file of the
-data path.
+`forward` is neutral: noise embeddings, context, positions, mask and cache in, hidden states out. The same call
+decodes one block and trains many packed blocks; anchors, labels and losses are outside of this file. Last file of the data
+path.
 
 Shapes: `R` rows, `C` context positions, `Q` block positions, `L` tapped layers, `D` hidden size, `V` vocabulary.
 """

@@ -1,7 +1,7 @@
-"""What a round costs on this machine, for this pair: a small table with interpolation, read and written as JSON.
+"""The cost of a round on this machine, for one target and drafter: a small table with interpolation, stored as JSON.
 
 `T(round) = T_draft(n) + s * T_position(n) + T_verify(B) + T_accept(B)`, for `n` rows that draft `s` positions and `B` verified
-tokens. Nothing is measured here: `engine_measure` does that.
+tokens. `engine_measure` measures it.
 """
 
 import json
@@ -27,7 +27,7 @@ class Curve:
         seconds (`list[float]`): Positive, never falling (see `smoothed`).
 
     Raises:
-        ValueError: if the points are not so.
+        ValueError: if the points do not satisfy this.
     """
 
     counts: list[int]
@@ -36,7 +36,9 @@ class Curve:
     def __post_init__(self) -> None:
         values: list[Any] = [*self.counts, *self.seconds]
         if not all(isinstance(value, (int, float)) for value in values):
-            raise ValueError(f"A cost curve is made of numbers, got {self.counts} and {self.seconds}.")
+            raise ValueError(
+                f"The counts and seconds of a cost curve must be numbers, got {self.counts} and {self.seconds}."
+            )
         rising = all(left < right for left, right in zip(self.counts, self.counts[1:], strict=False))
         falling = any(left > right for left, right in zip(self.seconds, self.seconds[1:], strict=False))
         if not 0 < len(self.counts) == len(self.seconds) or not rising or falling:
@@ -59,12 +61,12 @@ class Curve:
     def local(cls, counts: Sequence[int], seconds: Sequence[float]) -> "Curve":
         """Noisy points, each replaced by a line fitted to its neighbourhood (two points to each side), then made to rise.
 
-        A schedule that admits drafts while they pay stops at any bump, so bumps that are noise have to go.
+        A schedule that admits drafts while they pay stops at any bump, so noise must be smoothed away.
         """
         fitted = []
         for index, count in enumerate(counts):
             near = range(max(index - 2, 0), min(index + 3, len(counts)))
-            weights = [3 - abs(index - other) for other in near]
+            weights = [3 - abs(index - n) for n in near]
             fitted.append(_line([counts[n] for n in near], [seconds[n] for n in near], weights, at=count))
         return cls.smoothed(counts, fitted)
 
@@ -85,16 +87,16 @@ class CostProfile:
 
     Attributes:
         verify ([`Curve`]): Seconds of a target forward over `B` packed tokens with an empty context.
-        seconds_per_context (`float`): What each token of context that is read adds to it.
+        seconds_per_context (`float`): Additional seconds per token of context that is read.
         draft ([`Curve`]): Seconds of the backbone for `n` rows, greedy.
         draft_sampled ([`Curve`]): The same with sampling.
         position ([`Curve`]): Seconds of one position through LM head and heads for `n` rows, greedy.
         position_sampled ([`Curve`]): The same with sampling.
         accept ([`Curve`]): Seconds of the rest of a round that verifies `B` tokens, greedy.
         accept_sampled ([`Curve`]): The same with sampling.
-        key (`dict`): What the measurement holds for: device, dtype, attention, models, versions.
+        key (`dict`): Conditions of the measurement: device, dtype, attention, models, versions.
         processing (`dict[str, float]`): Seconds that sets of logits processors take for a row of logits, by their names.
-        seconds_per_logits (`float`): That of the processors of one call.
+        seconds_per_logits (`float`): Seconds of the processors of one call for a row of logits.
     """
 
     verify: Curve
@@ -178,8 +180,8 @@ class CostProfile:
         try:
             fields = json.loads(Path(path).read_text())
             profile = cls._from_sglang(fields) if "sample_batch_tokens" in fields else cls._from_own(fields)
-            others: list[Any] = [*profile.processing.values(), profile.seconds_per_logits]
-            if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in others):
+            processing: list[Any] = [*profile.processing.values(), profile.seconds_per_logits]
+            if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in processing):
                 raise ValueError(
                     f"`processing` is {profile.processing}, `seconds_per_logits` {profile.seconds_per_logits}"
                 )
@@ -214,7 +216,7 @@ class CostProfile:
 
     @classmethod
     def _from_sglang(cls, fields: dict[str, Any]) -> "CostProfile":
-        """SGLang measures whole steps, so drafting and the rest are in `verify` and cost (next to) nothing of their own."""
+        """SGLang measures whole steps, so `verify` includes drafting and the rest, which cost almost nothing here."""
         steps = fields["sample_steps_per_sec"]
         if len(steps) != len(fields["sample_batch_tokens"]) or not all(rate > 0 for rate in steps):
             raise ValueError("`sample_steps_per_sec` must be as many positive numbers as `sample_batch_tokens`")

@@ -17,9 +17,8 @@ _POOL_WEIGHT = 12.0  # weight, in rounds, of the gains of all other requests: a 
 _FORGETTING = 0.97  # weight of a round relative to the next one: slow enough that chance seldom stops a fair request
 _POOL_FORGETTING = 0.98
 _MAX_MISSES = 20  # consecutive rounds without an accepted draft after which the expected gain is 0: rare by chance
-_WORTHWHILE = (
-    0.97  # a request drafts along unless the rate without it exceeds the rate with it by more than this factor
-)
+# A request drafts along if the rate of the round with it is at least this share of the best rate.
+_WORTHWHILE = 0.97
 _FIRST_RATE = 0.7  # acceptance rate by position before any round
 _UPDATE_RATE = 0.02  # of one row in one round
 _EXPLORE_EVERY = 16  # rounds
@@ -134,16 +133,13 @@ class BlockLength:
     """
 
     def __init__(self, max_positions: int):
-        self._verified = [
-            _FIRST_RATE**position for position in range(1, max_positions + 1)
-        ]  # a row's drafts verified at each position,
-        self._accepted = [
-            _FIRST_RATE**position for position in range(1, max_positions + 1)
-        ]  # and kept: discounted means
+        # Discounted means of the drafts of a row that are verified, and accepted, at each position.
+        self._verified = [_FIRST_RATE**position for position in range(1, max_positions + 1)]
+        self._accepted = list(self._verified)
         self._round = 0
 
     def choose(self, *, num_rows: int, num_drafting: int, seconds: Callable[[float, int], float]) -> int:
-        """The number of positions with the most expected tokens per second; all of them from time to time, to update the estimates.
+        """The number of positions with the most expected tokens per second; from time to time all, to update the estimates.
 
         Args:
             num_rows (`int`): Rows of the target forward.
@@ -163,7 +159,7 @@ class BlockLength:
         return chosen
 
     def record(self, *, num_draft_positions: int, accepted: int, verified: int) -> None:
-        """Count what a block of `num_draft_positions` brought one row."""
+        """Count one row's block of `num_draft_positions`."""
         for position in range(num_draft_positions):
             self._verified[position] += _UPDATE_RATE * ((verified > position) - self._verified[position])
             self._accepted[position] += _UPDATE_RATE * ((accepted > position) - self._accepted[position])

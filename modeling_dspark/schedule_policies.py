@@ -1,7 +1,7 @@
 """How many draft tokens to verify: the schedules.
 
-A schedule may use only what is known before the token of a position is drawn (confidences of earlier positions and of this one,
-which depend on earlier tokens); that is what keeps the output lossless. A search over all confidences of the current
+For a position, a schedule may use only what is known before its token is drawn (the confidences of earlier positions and
+of this one, which depend on earlier tokens); this keeps the output lossless. A search over all confidences of the current
 block for the best total is not allowed: it lets the token of a position decide whether that position is verified.
 """
 
@@ -16,7 +16,7 @@ from .compat_renamed import renamed
 
 @dataclass(frozen=True)
 class RoundView:
-    """What a schedule may know about a round; drafting rows only, unless said otherwise.
+    """What a schedule may know about a round; drafting rows only, unless noted otherwise.
 
     Attributes:
         confidence (`list[list[float]]`):
@@ -43,11 +43,11 @@ class RoundView:
 
 
 class Schedule:
-    """Base of the schedules; a user's own needs only the method `lengths`.
+    """Base of the schedules; a custom schedule needs only the method `lengths`.
 
     Attributes:
         needs_confidence (`bool`): Whether `lengths` reads confidences.
-        needs_costs (`bool`): Whether it reads `RoundView.seconds`; drafting then steps aside where it does not pay.
+        needs_costs (`bool`): Whether it reads `RoundView.seconds`; requests then decode plainly while drafts do not pay.
     """
 
     needs_confidence = True
@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return type(self).__name__
 
     def lengths(self, view: RoundView) -> list[int]:
@@ -64,12 +64,12 @@ class Schedule:
 
 
 class FixedSchedule(Schedule):
-    """Verify all that was drafted."""
+    """Verify all drafts."""
 
     needs_confidence = False
 
     def lengths(self, view: RoundView) -> list[int]:
-        """As many as there are."""
+        """All drafts of each row."""
         return [len(row) for row in view.confidence]
 
 
@@ -116,10 +116,10 @@ class ThroughputSchedule(Schedule):
 
 
 class LaggedThroughputSchedule(Schedule):
-    """For jagged costs: how many positions in all comes from an unconstrained search two rounds ago, which ones from now.
+    """For jagged costs: an unconstrained search two rounds ago sets the number of positions, the current round their choice.
 
-    The number knows nothing of the current block, so the search may look at all of that round. In the first two rounds,
-    in which there is nothing to look back to, Algorithm 1 decides. One object serves one run.
+    The number is independent of the current block, so the search may use all confidences of its own round. In the first two
+    rounds, Algorithm 1 decides. One object serves one run.
     """
 
     needs_costs = True
@@ -171,10 +171,10 @@ def _by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int, 
 
 
 def _prefixes(view: RoundView, ordered: Sequence[tuple[float, int, int]], admitted: int) -> list[int]:
-    """Lengths of the rows once `admitted` positions are in, and those next in order up to a number the target is ready for.
+    """Lengths of the rows with `admitted` positions, and the next ones in order up to a token count that runs efficiently.
 
-    Lossless as stopping early is: whether the position at place `i` is let in by rounding up depends on whether the schedule
-    stopped before some place up to `i`, and so on nothing that comes after it.
+    This is as lossless as stopping early: whether the position at place `i` is added depends only on whether the schedule
+    stopped at some place up to `i`, and so on nothing after it.
     """
     if admitted:
         admitted = view.token_bucket(view.num_rows + admitted) - view.num_rows

@@ -1,4 +1,4 @@
-"""What a `generate` call asks of drafting: its settings, and the schedule that they name."""
+"""The draft settings of a `generate` call, and the schedule that they name."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from .schedule_policies import (
 
 logger = logging.get_logger(__name__)
 
-# Transformers fills unset fields with these before any decoding method runs; exactly they count as "not set".
+# Transformers fills unset fields with these before any decoding method runs; exactly these values count as "not set".
 _GLOBAL_DEFAULTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -88,7 +88,7 @@ def make_schedule(settings: DraftSettings) -> Any:
     Raises:
         ValueError: if `settings.schedule` is neither a name in `SCHEDULES` nor an object with a method `lengths`.
     """
-    made = {
+    schedules = {
         "fixed": FixedSchedule,
         "confidence": lambda: ConfidenceSchedule(settings.confidence_threshold),
         "throughput": ThroughputSchedule,
@@ -96,7 +96,7 @@ def make_schedule(settings: DraftSettings) -> Any:
     }
     schedule = settings.schedule
     if isinstance(schedule, str) and schedule in SCHEDULES:
-        return made[schedule]()
+        return schedules[schedule]()
     if callable(getattr(schedule, "lengths", None)) and not isinstance(schedule, type):
         return schedule if isinstance(schedule, Schedule) else _Adapted(schedule)
     raise ValueError(
@@ -106,7 +106,7 @@ def make_schedule(settings: DraftSettings) -> Any:
 
 
 class _Adapted(Schedule):
-    """A user's object, with the defaults of what it does not say."""
+    """A user's object, with defaults for missing attributes."""
 
     def __init__(self, schedule: Any):
         self.needs_confidence = getattr(schedule, "needs_confidence", True)

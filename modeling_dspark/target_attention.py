@@ -70,7 +70,9 @@ def packed_attention(
             "The target was called while another thread decodes with it and a drafter, which changes how it attends. Let "
             "both threads use the drafter, or one at a time use the target."
         )
-    unknown = sorted(name for name, given in arguments.items() if given is not None and name not in _NEUTRAL_ARGUMENTS)
+    unknown = sorted(
+        name for name, argument in arguments.items() if argument is not None and name not in _NEUTRAL_ARGUMENTS
+    )
     if attention_mask is not None or unknown or dropout or arguments.get("is_causal") is False:
         raise NotPackableError(
             f"the attention of {type(module).__name__} uses {', '.join(unknown) or 'a mask, dropout or no causality'}"
@@ -119,7 +121,7 @@ def _borrow(config: Any) -> None:
 
 
 def _give_back(config: Any) -> None:
-    """Undo `_borrow`, once nobody is in a packed forward any more."""
+    """Undo `_borrow`, once no packed forward is under way."""
     with _borrowing:
         entry = _borrowed.get(id(config), [1, config._attn_implementation_internal])  # absent: it was interrupted
         entry[0] -= 1
@@ -130,8 +132,8 @@ def _give_back(config: Any) -> None:
 
 def attention_configs(target: PreTrainedModel) -> list[Any]:
     """The distinct config objects that the target's modules read their attention implementation from."""
-    found = {id(config): config for module in target.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+    configs = {id(config): config for module in target.modules() if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 class _Options:

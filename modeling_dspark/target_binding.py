@@ -84,12 +84,12 @@ def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
         "vocab_size": (text.vocab_size, config.vocab_size),
         "num_hidden_layers": (text.num_hidden_layers, config.num_target_layers or text.num_hidden_layers),
     }
-    for name, (theirs, ours) in pairs.items():
-        if theirs != ours:
+    for name, (actual, expected) in pairs.items():
+        if actual != expected:
             trained_for = f" (trained for {config.target_name_or_path})" if config.target_name_or_path else ""
             raise ValueError(
                 f"This drafter{trained_for} does not fit the target {type(target).__name__}: the target's `{name}` is "
-                f"{theirs}, the drafter expects {ours}. Load the drafter that was made for this target."
+                f"{actual}, the drafter expects {expected}. Load the drafter that was made for this target."
             )
     if max(hidden_state_indices(config.target_layer_ids)) >= text.num_hidden_layers:  # type: ignore[arg-type]
         raise ValueError(
@@ -163,7 +163,7 @@ def _logit_scale(text_config: Any) -> float:
     """Factor some families apply to the LM head's output (Cohere and Falcon-H1 multiply, Granite divides)."""
     scale = getattr(text_config, "logit_scale", None) or getattr(text_config, "lm_head_multiplier", None) or 1.0
     scaling = getattr(text_config, "logits_scaling", None) or 1.0
-    # The same field name, used the other way round.
+    # HyperCLOVA X multiplies by the field that Granite divides by.
     return scale * scaling if text_config.model_type == "hyperclovax" else scale / scaling
 
 

@@ -34,10 +34,10 @@ class PackedOutput(NamedTuple):
 
 
 class PackedTarget:
-    """One target with a ragged cache of its own.
+    """One target with its own ragged cache.
 
     Args:
-        target ([`~transformers.PreTrainedModel`]): The target; nothing of it is changed between calls.
+        target ([`~transformers.PreTrainedModel`]): The target; unchanged between calls.
         target_layer_ids (`list[int]`): Layers whose states are the features.
         max_length (`int`, *optional*): Maximum length of a row, if known.
     """
@@ -90,8 +90,8 @@ class PackedTarget:
 def why_not_packable(target: PreTrainedModel) -> str | None:
     """Why the packed loop cannot serve `target`, or `None`; determined once per target, by a small comparison.
 
-    What the configuration says is checked first; then two short rows are run packed and plainly, and their logits are
-    compared, which also finds out about attention that this code has never heard of.
+    What the configuration says is checked first; then the logits of two short rows, run packed and plainly, are
+    compared, which also detects attention that is unknown to this code.
     """
     with _probing:  # a second thread waits: its packed forwards would be in the way of the plain ones here
         if target not in _reasons:
@@ -113,9 +113,7 @@ def _from_config(target: PreTrainedModel) -> str | None:
         return "it is a stateful model"
     prepares: Any = type(target).prepare_inputs_for_generation  # type: ignore[attr-defined]  # of a generating model
     if "prepare_inputs_for_generation" in vars(target) or not prepares.__module__.startswith("transformers."):
-        return (
-            "its `prepare_inputs_for_generation` is its own (prompt tuning, remote code), and may change what it reads"
-        )
+        return "its `prepare_inputs_for_generation` is custom (prompt tuning, remote code), and may change the inputs"
     if "position_ids" not in inspect.signature(target.forward).parameters:
         return "its forward takes no `position_ids`"
     return None
@@ -133,16 +131,16 @@ def _from_probe(target: PreTrainedModel) -> str | None:
             plain = [target(input_ids=text[None].to(packed.device), use_cache=False).logits[0] for text in texts]
     except NotPackableError as refusal:
         return str(refusal)
-    except torch.OutOfMemoryError:  # says nothing about the target
+    except torch.OutOfMemoryError:  # not a property of the target
         raise
     except Exception as failure:  # whatever a target of an unknown kind raises is the reason
         raise NotPackableError(f"a packed forward failed with {failure!r}") from failure
     if reason := _missing_windows(target, plan.windows):
         return reason
-    if layers := sorted(plan.layers_asking_length - {0}):  # 0 is also what models ask for that do not use the answer
+    if layers := sorted(plan.layers_asking_length - {0}):  # models that ignore the answer ask for 0
         return f"attention in layer {layers[0]} takes positions from the length of the cache, which rows do not share"
-    for ours, theirs in zip(logits, plain, strict=True):
-        error = (ours.float() - theirs.float()).abs().mean() / theirs.float().std().clamp(min=1e-6)
+    for actual, expected in zip(logits, plain, strict=True):
+        error = (actual.float() - expected.float()).abs().mean() / expected.float().std().clamp(min=1e-6)
         if not error < _PROBE_TOLERANCE:
             return f"packed and plain forwards of two short texts differ (by {error:.2f} of the logits' spread)"
     return None
@@ -169,7 +167,7 @@ def _probe_logits(
 
 
 def _missing_windows(target: PreTrainedModel, windows: list[int | None]) -> str | None:
-    """A sliding window that only the mask knows of would be ignored: the attention function has to be told."""
+    """A sliding window that exists only in the mask would be ignored: the attention function must get it."""
     text = target.config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -180,7 +178,7 @@ def _missing_windows(target: PreTrainedModel, windows: list[int | None]) -> str 
     if len(windows) != len(expected):
         return f"{len(windows)} of its {len(expected)} layers attend through Transformers' attention interface"
     if any(want and not got for want, got in zip(expected, windows, strict=True)):
-        return "its attention function is not told about the sliding window of every layer"
+        return "its attention function does not get the sliding window of every layer"
     return None
 
 

@@ -5,7 +5,7 @@ tokens; only attention knows which row a token belongs to. Queries of one row an
 one matrix (`G` query heads times `Q` tokens), so keys and values are read once and never repeated.
 
 Shapes: `N` packed tokens, `R` rows, `Q` maximum tokens of a row, `S` positions read, `H` key/value heads, `G` query heads
-a key/value head, `d` head size.
+per key/value head, `d` head size.
 """
 
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ from transformers import Cache
 from .model_cache import RaggedCache
 
 
-_MOST_PADDED_QUERIES = 32  # rows with more queries (prompts) are attended one by one: they are bound by compute
+_MAX_PADDED_QUERIES = 32  # rows with more queries (prompts) are attended one by one: they are bound by compute
 active_plan: ContextVar["PackedPlan | None"] = ContextVar("dspark_packed_plan", default=None)
 
 
@@ -41,14 +41,14 @@ class PackedPlan:
         self.stop = max(start + count for start, count in zip(starts, counts, strict=True))
         self.offsets = [0, *accumulate(counts)]
         self.positions = _ranges(starts, counts, device)
-        self.windows: list[int | None] = []  # one entry an attention call, to check the target by
+        self.windows: list[int | None] = []  # one entry per attention call, to check the target
         self.layers_asking_length: set[int] = set()  # likewise
         self._memory: dict[Any, Any] = {}
 
     @property
     def is_padded(self) -> bool:
         """Whether all rows are attended to in one padded call."""
-        return max(self.counts) <= _MOST_PADDED_QUERIES
+        return max(self.counts) <= _MAX_PADDED_QUERIES
 
     def slot_mapping(self, capacity: int, device: torch.device) -> torch.Tensor:
         """Index `[N]` of each token in a cache buffer seen as `[slots * capacity, H, d]`."""
@@ -143,7 +143,7 @@ class PackedCache(Cache):
         return stored[0], stored[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Longest row. Positions are always given, so a layer that asks is noted: rows do not share a length."""
+        """Longest row. Rows do not share a length, and positions are always passed, so a layer that asks is recorded."""
         plan = active_plan.get()
         if plan is not None:
             plan.layers_asking_length.add(layer_idx)

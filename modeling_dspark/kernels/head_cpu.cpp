@@ -2,12 +2,11 @@
 //
 // For every position, for all rows: embed the token before it, make the latent (vanilla, gated or rnn) and the confidence
 // logit, then `logits = base + W2 @ latent`, and the position's token from them. W2 (vocabulary * rank weights) is read once
-// a position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
+// per position, for all rows; all else is small. The floor is therefore `positions * bytes of W2 / memory bandwidth`.
 //
-// Nothing is included but the standard library and the compiler's intrinsics, so it builds in seconds and is tied to no
-// version of torch. The body below `DSPARK_ISA` is compiled once for each instruction set, and chosen at run time.
-// Sums are in fp32, logits are rounded once, and what is chosen or drawn from are the logits as rounded. Results do not
-// depend on the number of threads.
+// Only the standard library and the compiler's intrinsics are included, so it builds in seconds, for any version of torch.
+// The body below `DSPARK_ISA` is compiled once per instruction set, and chosen at run time. Sums are in fp32, logits are
+// rounded once, and tokens are chosen or drawn from the rounded logits. Results do not depend on the number of threads.
 
 #ifndef DSPARK_ISA  // ---------------------------------------------------------------- common to all instruction sets
 
@@ -36,7 +35,7 @@ struct DsparkHeadArguments {
   const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  void *logits;                                     // [rows, positions, vocabulary], or null if not requested
   int64_t *columns, *tokens;                        // [rows, positions]
   float *confidence;                                // [rows, positions]
   void *scratch;                                    // of the GPU; not used here
@@ -134,7 +133,7 @@ struct Workspace {
   std::vector<uint32_t> ending;   // the last rows of W2, if they do not fill a tile, with zeros behind them
   std::vector<int32_t> best_column;
   std::vector<double> sums;
-  int32_t failed = 0;  // whether a draft token was none of the target's
+  int32_t failed = 0;  // whether a draft token was outside of the target's vocabulary
 };
 
 // Philox 4x32-10 (Salmon et al. 2011): a number in [0, 1) that depends on seed, row and position alone.
@@ -202,8 +201,8 @@ extern "C" int dspark_head_best_isa() {
 #endif
 }
 
-// Returns 0, or why not: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is none of the target's,
-// 4 there is no such dtype.
+// Returns 0, or an error: 1 this machine lacks the instruction set, 2 an anchor or 3 a draft token is outside of the target's
+// vocabulary, 4 the dtype is unknown.
 extern "C" int dspark_head_cpu(const DsparkHeadArguments *arguments) {
   const Arguments &a = *arguments;
   const int best = dspark_head_best_isa(), isa = a.isa < 0 ? best : a.isa;
@@ -579,7 +578,7 @@ class Head {
     return ahead;
   }
 
-  // Into the second cache: the first one is too small for what is on its way. Returns where to go on.
+  // Into the second cache: the first is too small for all that is in flight. Returns the place to continue from.
   static const char *prefetch(const char *place, int64_t bytes) {
     __builtin_prefetch(place, 0, 2);
     return place + bytes;
@@ -631,7 +630,7 @@ class Head {
     return column;
   }
 
-  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none behind `stop`.
+  // Weights `exp((x - highest) / temperature)` of the logits from `column` on; none after `stop`.
   floats weights_at(int64_t row, int64_t position, int64_t column, int64_t stop) const {
     const T *logits = logits_of(row, position) + column;
     alignas(64) T padded[kLanes];

@@ -45,7 +45,7 @@ struct DsparkHeadArguments {
   const void *mixer_hidden;   // [rows, positions, rank or 3 rank]: the rest of that linear layer, from `hidden` and its bias
   const void *confidence_weight, *confidence_bias;  // [hidden_size (+ rank)] and [1], or null
   const int64_t *draft_to_target;                   // [vocabulary], or null: what to add to a column
-  void *logits;                                     // [rows, positions, vocabulary], or null if nobody asks for them
+  void *logits;                                     // [rows, positions, vocabulary], or null if not requested
   int64_t *columns, *tokens;                        // [rows, positions]
   float *confidence;                                // [rows, positions]
   void *scratch;  // zeros: a counter of 8 bytes, keys [rows, positions] of 8; then floats: latents [rows, rank], states [2, rows, rank]
@@ -69,7 +69,7 @@ constexpr int kFloatRows = 4;              // rows that are multiplied at a time
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 #if !defined(DSPARK_EMULATION)
-// What another block may have written: read past the L1 cache.
+// Reads past the L1 cache, because another block may have written the value.
 template <typename T>
 __device__ T load_now(const T *source) {
   return *(const volatile T *)source;
@@ -369,7 +369,7 @@ __device__ inline void multiply(float *sums, const uint32_t *w, const uint32_t *
 }
 #endif
 
-// The columns from `first` on, by tensor cores. Which places meet in one instruction is of no account as long as both
+// The columns from `first` on, by tensor cores. Any places may meet in one instruction as long as both
 // factors agree: each lane takes eight places that lie next to each other, 32 in a step of the warp.
 template <typename T, int kTiles>
 struct Projection {
@@ -598,7 +598,7 @@ const void *kernel_of(int32_t dtype, int32_t tiles) {
 
 }  // namespace
 
-// All of them return an error of CUDA, 0 if there is none, and act on the device that is current.
+// All of them return CUDA's error, 0 if none, and act on the current device.
 extern "C" int dspark_head_occupancy(int32_t dtype, int32_t tiles, int32_t threads, int32_t shared_bytes, int32_t *blocks) {
   const void *kernel = kernel_of(dtype, tiles);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);

@@ -541,7 +541,7 @@ def other_loop_calls(target):
         return {"inputs_embeds": embed(ids).detach()}
 
     return {
-        "cache": (cache, "cache of its own"),
+        "cache": (cache, "its own cache"),
         "attentions": (attentions, "output_attentions"),
         "hidden states": (hidden_states, "output_hidden_states"),
         "positions": (positions, "position_ids"),

@@ -17,6 +17,7 @@ import torch
 from modeling_dspark import fused_build, fused_nvcc, fused_nvrtc
 from modeling_dspark.fused_build import BuildError
 from modeling_dspark.fused_launch import (
+    Grid,
     HeadArguments,
     LaunchError,
     architecture,
@@ -120,8 +121,8 @@ class Recorder:
         self.asked.append(key)
         return self.blocks_each
 
-    def launch(self, dtype, tiles, arguments, first, last, **call):
-        self.launches.append((dtype, tiles, first, last, call))
+    def launch(self, dtype, tiles, arguments, first, last, grid):
+        self.launches.append((dtype, tiles, first, last, grid._asdict()))
 
 
 def launches(*, occupancy=2, multiprocessors=132, shared=SHARED, stepwise=False, **arguments):
@@ -312,8 +313,7 @@ class TestNvcc:
             with pytest.raises(LaunchError, match=r"dspark_head_bf16_1: .*driver.*\(CUDA error \d+\)"):
                 kernels.occupancy(1, 1, 256, 5000)
             with pytest.raises(LaunchError, match=r"dspark_head_fp32_1: .*driver.*\(CUDA error \d+\)"):
-                kernels.launch(0, 1, HeadArguments(), 0, 2, blocks=1, threads=256, shared_bytes=5000, stream=0,
-                               cooperative=True)  # fmt: skip
+                kernels.launch(0, 1, HeadArguments(), 0, 2, Grid(1, 256, 5000, stream=0, cooperative=True))
 
     @pytest.mark.slow
     def test_a_toolkit_of_wheels_will_do(self, toolkit, monkeypatch, tmp_path):
@@ -334,9 +334,9 @@ class TestNvcc:
             **{"dspark_head_launch.return_value": 9, "dspark_head_error.return_value": b"no such luck"}
         )
         monkeypatch.setattr(fused_nvcc, "build", lambda *_: library)
+        grid = Grid(3, 256, 5, stream=6, cooperative=True)
         with pytest.raises(LaunchError, match=r"dspark_head_fp32_1: no such luck \(CUDA error 9\)"):
-            NvccKernels("", (9, 0)).launch(0, 1, HeadArguments(), 0, 2, blocks=3, threads=256, shared_bytes=5, stream=6,
-                                           cooperative=True)  # fmt: skip
+            NvccKernels("", (9, 0)).launch(0, 1, HeadArguments(), 0, 2, grid)
         library.cudaGetLastError.assert_called_once()
         assert library.dspark_head_launch.call_args.args[3:8] == (0, 2, 3, 256, 5)
 
@@ -560,11 +560,11 @@ class TestLaunches:
         assert [entry["call"] for entry in driver.log()] == ["cuModuleLoadData"] + 3 * ["cuLaunchCooperativeKernel"]
 
     def test_the_drivers_errors_are_said_in_its_words(self, kernels, driver, monkeypatch):
-        call = {"threads": 256, "stream": 0, "cooperative": True}
+        grid = Grid(99, 256, 1024, stream=0, cooperative=True)
         with pytest.raises(LaunchError, match=r"cuLaunchCooperativeKernel: too many blocks.*\(CUDA error 720\)"):
-            kernels.launch(0, 1, HeadArguments(), 0, 2, blocks=99, shared_bytes=1024, **call)
+            kernels.launch(0, 1, HeadArguments(), 0, 2, grid)
         with pytest.raises(LaunchError, match=r"cuLaunchCooperativeKernel: invalid argument \(CUDA error 1\)"):
-            kernels.launch(0, 1, HeadArguments(), 0, 2, blocks=1, shared_bytes=60000, **call)
+            kernels.launch(0, 1, HeadArguments(), 0, 2, grid._replace(blocks=1, shared_bytes=60000))
         with pytest.raises(LaunchError, match="cuFuncSetAttribute: invalid argument"):
             kernels.occupancy(0, 1, 256, 300_000)
         monkeypatch.setattr(StubCompiler, "compile", lambda *_: b"what is this")

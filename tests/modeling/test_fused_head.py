@@ -360,7 +360,7 @@ class TestOperation:
 
     def test_anchors_that_are_no_tokens_are_refused(self, library):
         heads, (base, hidden, _) = random_heads("vanilla", SHAPES[1], torch.float32)
-        with pytest.raises(ValueError, match=r"`anchors` are tokens from 0 to 62, got \[5, 63\]"):
+        with pytest.raises(ValueError, match=r"`anchors` must be tokens from 0 to 62, got \[5, 63\]"):
             fused_block(heads, base, hidden, torch.tensor([5, 63]))
 
     @pytest.mark.parametrize("offset", [1000, 10**12, -5])
@@ -369,7 +369,7 @@ class TestOperation:
         heads["draft_to_target"].fill_(offset)
         heads["w2"][4:] = 0
         inputs[0][..., 4:] = -1e9  # columns 0 to 3 win
-        with pytest.raises(ValueError, match="`draft_to_target` leads to tokens beyond the target's 126"):
+        with pytest.raises(ValueError, match="`draft_to_target` must lead to tokens from 0 to 125"):
             fused_block(heads, *inputs)
 
     def test_sizes_that_make_no_sense_are_refused(self):
@@ -764,7 +764,7 @@ class TestSmallBuilds:
 
     def test_without_a_compiler_nothing_is_said_to_be_built(self, monkeypatch, caplog):
         monkeypatch.setenv("CXX", "g++ -fPIC")
-        with pytest.raises(fused_build.BuildError, match=r"no program `g\+\+ -fPIC`.*g\+\+ 12"):
+        with pytest.raises(fused_build.BuildError, match=r"program `g\+\+ -fPIC` is missing.*g\+\+ 12"):
             load_library("one", ONE)
         assert "Building" not in caplog.text
 
