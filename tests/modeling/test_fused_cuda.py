@@ -178,7 +178,7 @@ class TestPolicy:
         assert launches(**call)[0][4]["blocks"] == blocks
 
     def test_a_rank_that_does_not_fit_is_named(self):
-        with pytest.raises(LaunchError, match=r"rank of 20000 needs 321600 bytes.*232448 at most"):
+        with pytest.raises(LaunchError, match=r"rank of 20000 needs 321600 bytes.*maximum of 232448"):
             launches(rank=20000)
 
     def test_old_gpus_are_refused(self):
