@@ -5,7 +5,7 @@
 
 A drafter that runs once per draft token has more of its drafts accepted, and takes longer to make them. Here every drafter
 drafts after the same context, and the target verifies as many tokens; all take turns in changing order. The expected
-number of accepted drafts out of `n` follows from the study's acceptance by position, so each drafter is measured at every
+number of accepted drafts out of `n` follows from the study's acceptance rate by position, so each drafter is measured at every
 `n` and at its best. Drafters of further folders, which were trained for longer, are measured by the same times. All heads
 run in PyTorch, so that no drafter has a kernel that another lacks.
 """
@@ -42,7 +42,7 @@ NEW_TOKENS = 2  # of the context that are new to the drafter in a round
 DEFINITIONS = {
     "verify_ms": "median milliseconds of a target forward over that many tokens, after the context",
     "draft_ms": "median milliseconds of drafting that many tokens, with two new tokens of context",
-    "tau": "tokens per round at that many drafts: 1 plus the products of the study's acceptance by position",
+    "tau": "tokens per round at that many drafts: 1 plus the products of the study's acceptance rate by position",
     "speedup": "tau / (draft + verify) over 1 / (verify of one token), at that many drafts",
 }
 

@@ -59,7 +59,7 @@ def _speed_table(section: dict[str, Any]) -> str:
         row += [cell for name in names for cell in (f"{speeds[name]:.1f}", f"{ratios[name]:.2f}x")]
         acceptance = by_position(entry["acceptance_rate_by_position"], entry["tried_by_position"])
         rows.append([*row, f"{entry['tau']:.2f}", acceptance, f"{entry['prompts'] - different}/{entry['prompts']}"])
-    return markdown_table([*header, "tau", "acceptance by position", "same text"], rows)
+    return markdown_table([*header, "tau", "acceptance rate by position", "same text"], rows)
 
 
 def _overall_line(overall: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def _overall_line(overall: dict[str, Any]) -> str:
     if gap is not None:
         differences += f" (two logits at most {gap:.4g} apart at the first difference)"
     acceptance = by_position(overall["acceptance_rate_by_position"], overall["tried_by_position"])
-    return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance by position {acceptance}", differences]) + "."
+    return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance rate by position {acceptance}", differences]) + "."
 
 
 __all__ = ["by_position", "compact_table", "markdown_table", "speed_tables", "threads"]
