@@ -63,8 +63,10 @@ def _speed_table(section: dict[str, Any]) -> str:
 
 
 def _overall_line(overall: dict[str, Any]) -> str:
+    intervals = overall.get("geometric_mean_interval", {})
     ratios = [
-        f"{name}: {value:.2f}x in geometric mean over the sets, {overall['min_ratio'][name]:.2f}x on the worst"
+        f"{name}: {value:.2f}x{_in_brackets(intervals.get(name))} in geometric mean over the sets, "
+        f"{overall['min_ratio'][name]:.2f}x on the worst"
         for name, value in overall["geometric_mean_ratio"].items()
     ]
     gap = overall["differences"]["largest_logit_gap"]
@@ -73,6 +75,10 @@ def _overall_line(overall: dict[str, Any]) -> str:
         differences += f" (two logits at most {gap:.4g} apart at the first difference)"
     acceptance = by_position(overall["acceptance_rate_by_position"], overall["tried_by_position"])
     return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance rate by position {acceptance}", differences]) + "."
+
+
+def _in_brackets(interval: list[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 __all__ = ["by_position", "compact_table", "markdown_table", "speed_tables", "threads"]
