@@ -135,7 +135,7 @@ def summary(results: list[Result], options: argparse.Namespace) -> str:
             "",
             f"speed-up (geometric mean over {len(results)} prompt{'s' * (len(results) > 1)}): {speed_up:.2f}x",
             f"tau (pooled over {pooled.rounds} rounds, bonus token counted): {pooled.acceptance_length:.2f}",
-            f"acceptance by position: {by_position(pooled.acceptance_rate_by_position, pooled.tried_by_position)}",
+            f"acceptance rate by position: {by_position(pooled.acceptance_rate_by_position, pooled.tried_by_position)}",
             _pooled_verdict([result.difference for result in results], options.dtype),
         ]
     )

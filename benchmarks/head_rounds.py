@@ -40,7 +40,7 @@ from training.common.commands import exit_status
 STEPWISE, FUSED = "position by position", "fused"
 DEFINITIONS = {
     "pairs": "pairs of rounds, one of each way, with all rows in both",
-    "ms_a_round": "median milliseconds per round (a step of the engine), by way",
+    "ms_per_round": "median milliseconds per round (a step of the engine), by way",
     "heads_ms": "median milliseconds per round in its sequential and confidence heads, by way",
     "ratio": "median over pairs of (position by position / fused) of the round; above 1 the fused head is faster",
     "interval": "95 % bootstrap of that median over pairs",
@@ -128,7 +128,7 @@ def measure(pair: Pair, prompts: list[list[int]], rows: int, temperature: float,
         "rows": rows,
         "temperature": temperature,
         "pairs": len(pairs),
-        "ms_a_round": {way: round(whole, 3) for way, (whole, _) in milliseconds.items()},
+        "ms_per_round": {way: round(whole, 3) for way, (whole, _) in milliseconds.items()},
         "heads_ms": {way: round(heads, 3) for way, (_, heads) in milliseconds.items()},
         "ratio": round(float(ratios.quantile(0.5)), 4),
         "interval": list(edges(medians)),
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> None:
 
 def rounds_table(results: list[dict[str, Any]]) -> str:
     """The cases as Markdown, as the documentation quotes them."""
-    parts = {"ms_a_round": "ms a round", "heads_ms": "of which heads"}
+    parts = {"ms_per_round": "ms per round", "heads_ms": "of which heads"}
     header = [*(f"{label}, {way}" for label in parts.values() for way in (STEPWISE, FUSED))]
     table = [
         [

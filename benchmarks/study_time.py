@@ -5,8 +5,8 @@
 
 A drafter that runs once per draft token has more of its drafts accepted, and takes longer to make them. Here every drafter
 drafts after the same context, and the target verifies as many tokens; all take turns in changing order. The expected
-number of accepted drafts out of `n` follows from the study's acceptance by position, so each drafter is judged at every
-`n` and at its best. Drafters of further folders, which were trained for longer, are judged by the same times. All heads
+number of accepted drafts out of `n` follows from the study's acceptance rate by position, so each drafter is measured at every
+`n` and at its best. Drafters of further folders, which were trained for longer, are measured by the same times. All heads
 run in PyTorch, so that no drafter has a kernel that another lacks.
 """
 
@@ -42,7 +42,7 @@ NEW_TOKENS = 2  # of the context that are new to the drafter in a round
 DEFINITIONS = {
     "verify_ms": "median milliseconds of a target forward over that many tokens, after the context",
     "draft_ms": "median milliseconds of drafting that many tokens, with two new tokens of context",
-    "tau": "tokens per round at that many drafts: 1 plus the products of the study's acceptance by position",
+    "tau": "tokens per round at that many drafts: 1 plus the products of the study's acceptance rate by position",
     "speedup": "tau / (draft + verify) over 1 / (verify of one token), at that many drafts",
 }
 
@@ -148,7 +148,7 @@ def measure(
     return by_name.pop(""), by_name
 
 
-def judged(acceptance: Sequence[float | None], draft: dict[int, float], verify: dict[int, float]) -> dict[str, Any]:
+def speeds_of(acceptance: Sequence[float | None], draft: dict[int, float], verify: dict[int, float]) -> dict[str, Any]:
     """Tokens per round and speed over plain decoding, by the number of drafts."""
     kept, tau = 1.0, 1.0
     taus, speeds = [], []
@@ -206,7 +206,7 @@ def run(options: argparse.Namespace) -> None:
         "verify_ms": [round(1000 * verify[n], 3) for n in sorted(verify)],
         "load": machine.load(),
         "results": [
-            {"drafter": name, "steps": result["settings"]["steps"]} | judged(result["acceptance"], draft[name], verify)
+            {"drafter": name, "steps": result["settings"]["steps"]} | speeds_of(result["acceptance"], draft[name], verify)
             for name, result in cases
         ],
     }

@@ -1,4 +1,4 @@
-"""A study as text and plots: acceptance lengths, DSpark's margins with their intervals, and acceptance by position.
+"""A study as text and plots: acceptance lengths, DSpark's margins with their intervals, and acceptance rate by position.
 
 Margins compare rounds over the same answers, so intervals come from answers drawn in pairs. They show the spread over
 prompts, not over seeds of training.
@@ -33,7 +33,7 @@ def study_tables(content: dict[str, Any]) -> str:
     if "depth" in groups:
         parts.append(f"margins by depth\n\n{depth_table(results)}")
     if "main" in groups:
-        parts.append(f"acceptance by position\n\n{acceptance_table(results)}")
+        parts.append(f"acceptance rate by position\n\n{acceptance_table(results)}")
     if "confidence" in content:
         parts += confidence_tables(content["confidence"])
     return "\n\n".join(parts) + "\n"
@@ -99,7 +99,7 @@ def _total(rounds: dict[str, list[int]], sources: Any) -> int:
 
 
 def acceptance_table(results: Sequence[dict[str, Any]]) -> str:
-    """Conditional acceptance by position of the main drafters as Markdown."""
+    """Conditional acceptance rate by position of the main drafters as Markdown."""
     lines = position_lines(results)
     draft_positions = max(map(len, lines.values()))
     rows = [
@@ -136,7 +136,7 @@ def position_lines(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def plot_study(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Conditional acceptance by position; acceptance length by step of training, by depth and by block size."""
+    """Conditional acceptance rate by position; acceptance length by step of training, by depth and by block size."""
     import matplotlib
 
     matplotlib.use("Agg")

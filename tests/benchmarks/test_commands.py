@@ -120,5 +120,5 @@ def test_the_demo_runs_on_a_packaged_drafter_without_importing_the_package(targe
     )
     assert result.returncode == 0, result.stderr
     assert "identical outputs: 2 of 2 (float32)" in result.stdout
-    assert f"acceptance by position: {' '.join(['1.00'] * BLOCK)}" in result.stdout
+    assert f"acceptance rate by position: {' '.join(['1.00'] * BLOCK)}" in result.stdout
     assert "[2/2] yours: w9" in result.stdout

@@ -87,7 +87,7 @@ def test_rounds_of_both_ways_take_turns_and_are_paired(pair, prompts_file, tmp_p
     for case in report["results"]:
         assert case["pairs"] >= 6
         assert case["interval"][0] <= case["ratio"] <= case["interval"][1]
-        assert all(0 < case["heads_ms"][way] < case["ms_a_round"][way] for way in ("position by position", "fused"))
+        assert all(0 < case["heads_ms"][way] < case["ms_per_round"][way] for way in ("position by position", "fused"))
     assert head_rounds.rounds_table(report["results"]) in capsys.readouterr().out
 
 

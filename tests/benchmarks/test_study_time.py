@@ -36,7 +36,7 @@ def work(tmp_path):
 
 def test_speed_by_hand():
     verify, draft = {1: 10.0, 2: 12.0, 3: 13.0}, {1: 1.0, 2: 7.0}
-    found = study_time.judged([0.5, 0.4], draft, verify)
+    found = study_time.speeds_of([0.5, 0.4], draft, verify)
     assert found["tau"] == [1.5, 1.7]
     assert found["speedup"] == [round(15 / 13, 4), round(17 / 20, 4)]
     assert found["best_num_tokens"] == 1

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import study_time
 from benchmarks.head import head_table
 from benchmarks.head_rounds import rounds_table
-from benchmarks.lib.report import speed_tables
+from benchmarks.lib.report import latency_tables, speed_tables
 from benchmarks.lib.study_report import (
     acceptance_table,
     confidence_tables,
@@ -27,10 +27,28 @@ RESULTS = Path("docs") / "results.md"
 CARD = Path("hub_upload") / "repos" / "dspark-smollm2-135m-instruct" / "README.md"
 
 
-@pytest.mark.parametrize("page", [RESULTS, CARD], ids=str)
-def test_quoted_tables(page):
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [(RESULTS, latency_tables), (CARD, lambda report: speed_tables(report["sections"]))],
+    ids=["results", "card"],
+)
+def test_quoted_tables(page, tables):
     report = json.loads((ROOT / "benchmarks" / "results" / "latency.json").read_text())
-    assert speed_tables(report["sections"]) in (ROOT / page).read_text()
+    assert tables(report) in (ROOT / page).read_text()
+
+
+def test_times_are_measured_on_a_quiet_machine():
+    """The load is read before a model is loaded; ratios have three repeats and an interval."""
+    for name in ("latency", "throughput"):
+        report = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        assert report["load"]["busy"] is False
+        assert report["environment"]["git_dirty"] is False
+    assert report["settings"]["policies"]
+    latency = json.loads((ROOT / "benchmarks" / "results" / "latency.json").read_text())
+    assert latency["settings"]["repeats"] >= 3
+    for section in latency["sections"]:
+        low, high = section["overall"]["geometric_mean_interval"]["assisted"]
+        assert 1.0 < low < section["overall"]["geometric_mean_ratio"]["assisted"] < high
 
 
 def test_the_first_screen_quotes_the_measurement():
@@ -46,6 +64,9 @@ def test_the_first_screen_quotes_the_measurement():
         )
         for section in report["sections"]
     ]
+    for section in report["sections"]:
+        low, high = section["overall"]["geometric_mean_interval"]["assisted"]
+        assert f"{low:.2f}x to {high:.2f}x" in screen
     assert {"bfloat16": "bf16", "float32": "fp32"}[report["environment"]["dtype"]] in screen
     assert report["environment"]["cpu"] in screen
     equality = json.loads((ROOT / "benchmarks" / "results" / "equality.json").read_text())
@@ -53,7 +74,10 @@ def test_the_first_screen_quotes_the_measurement():
     assert equality["environment"]["dtype"] == "float32"
     for page in ("README.md", RESULTS):
         text = " ".join((ROOT / page).read_text().split())
-        sentence = f"in fp32, all of {equality['num_equal']} evaluation prompts give the same {equality['max_new_tokens']} tokens"
+        sentence = (
+            f"in fp32, all of {equality['num_equal']} evaluation prompts give the same text of up to "
+            f"{equality['max_new_tokens']} tokens"
+        )
         assert sentence in text.replace("In fp32", "in fp32")
 
 

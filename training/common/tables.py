@@ -59,12 +59,14 @@ def _speed_table(section: dict[str, Any]) -> str:
         row += [cell for name in names for cell in (f"{speeds[name]:.1f}", f"{ratios[name]:.2f}x")]
         acceptance = by_position(entry["acceptance_rate_by_position"], entry["tried_by_position"])
         rows.append([*row, f"{entry['tau']:.2f}", acceptance, f"{entry['prompts'] - different}/{entry['prompts']}"])
-    return markdown_table([*header, "tau", "acceptance by position", "same text"], rows)
+    return markdown_table([*header, "tau", "acceptance rate by position", "same text"], rows)
 
 
 def _overall_line(overall: dict[str, Any]) -> str:
+    intervals = overall.get("geometric_mean_interval", {})
     ratios = [
-        f"{name}: {value:.2f}x in geometric mean over the sets, {overall['min_ratio'][name]:.2f}x on the worst"
+        f"{name}: {value:.2f}x{_in_brackets(intervals.get(name))} in geometric mean over the sets, "
+        f"{overall['min_ratio'][name]:.2f}x on the worst"
         for name, value in overall["geometric_mean_ratio"].items()
     ]
     gap = overall["differences"]["largest_logit_gap"]
@@ -72,7 +74,11 @@ def _overall_line(overall: dict[str, Any]) -> str:
     if gap is not None:
         differences += f" (two logits at most {gap:.4g} apart at the first difference)"
     acceptance = by_position(overall["acceptance_rate_by_position"], overall["tried_by_position"])
-    return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance by position {acceptance}", differences]) + "."
+    return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance rate by position {acceptance}", differences]) + "."
+
+
+def _in_brackets(interval: list[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 __all__ = ["by_position", "compact_table", "markdown_table", "speed_tables", "threads"]

@@ -64,7 +64,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _acceptance_table(report: EvalReport) -> str:
-    header = ["set", "prompts", "skipped", "rounds", "accepted length", "drafts a round", "verify rate"]
+    header = ["set", "prompts", "skipped", "rounds", "acceptance length", "drafts per round", "verify rate"]
     rows = []
     for name, figures in _sets(report).items():
         acceptance = figures.acceptance
@@ -116,7 +116,7 @@ def _before_after(before: dict[str, Any], after: dict[str, Any] | None, position
 
 def threshold_table(report: EvalReport) -> str:
     """The sweep over thresholds as a Markdown section."""
-    header = ["threshold", "drafts a round", "accepted length", "verify rate"]
+    header = ["threshold", "drafts per round", "acceptance length", "verify rate"]
     rows = [
         [
             f"{point.threshold:g}",
@@ -142,7 +142,7 @@ def _speed_table(report: EvalReport) -> str:
 
 
 def plot_acceptance(path: Path, report: EvalReport) -> None:
-    """Draw conditional acceptance by position, a line for each set and one for all, which has one standard error."""
+    """Draw conditional acceptance rate by position, a line for each set and one for all, which has one standard error."""
     figure, (axes,) = _figure(1)
     for name, figures in _sets(report).items():
         acceptance = figures.acceptance
