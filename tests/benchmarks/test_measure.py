@@ -162,11 +162,11 @@ def test_the_shipped_prompts_are_seventeen_of_each_set_with_their_licences():
 @pytest.mark.parametrize("name", [DEFAULT_DRAFTER, "./nowhere", "nowhere", "/nowhere/at/all"])
 def test_a_missing_drafter_folder_says_how_to_make_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"make demo.*hub_upload package"):
+    with pytest.raises(ValueError, match=r"make demo.*dspark package"):
         check_drafter(name)
 
 
 def test_an_unpackaged_drafter_is_refused(drafter, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "dspark"}')
-    with pytest.raises(ValueError, match="hub_upload package"):
+    with pytest.raises(ValueError, match="dspark package"):
         check_drafter(str(tmp_path))

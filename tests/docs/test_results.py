@@ -201,7 +201,7 @@ def test_quoted_longer_study_and_time():
     assert f"({steps} steps, {epochs:.1f} epochs)" in page
     time = json.loads((folder / "study_time.json").read_text())
     assert study_time.tables(time) in page
-    assert f"one thread, behind {time['context']} tokens" in page
+    assert f"one thread, after {time['context']} tokens" in page
     assert time["environment"]["threads"] == 1
     by_name = {(case["drafter"], case["steps"]): case for case in time["results"]}
     for name, shorter in (("dspark", 800), ("eagle", 800)):
