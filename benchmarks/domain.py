@@ -23,6 +23,7 @@ from benchmarks.lib.options import (
     add_output_option,
     add_prompts_option,
     add_run_options,
+    command,
     positive_int,
     start,
 )
@@ -31,7 +32,6 @@ from benchmarks.lib.report import markdown_table, write_json
 from benchmarks.lib.study_data import evaluation_sets, measure, num_answers
 from benchmarks.lib.work import check_work
 from modeling_dspark import DSparkModel
-from training.common.commands import exit_status
 from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.run.resuming import last_whole_checkpoint
@@ -156,10 +156,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"written to {write_json(options.output, content)}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ from benchmarks.lib.options import (
     RESULTS,
     CommandParser,
     add_run_options,
+    command,
     positive_int,
     start,
 )
 from benchmarks.lib.pair import check_drafter, code_of
 from benchmarks.lib.report import markdown_table, write_json
-from training.common.commands import exit_status
 
 
 CASES = {
@@ -278,10 +278,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"written to {write_json(options.output, report)}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

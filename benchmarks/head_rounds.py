@@ -29,12 +29,12 @@ from benchmarks.lib.options import (
     add_output_option,
     add_prompts_option,
     add_run_options,
+    command,
     positive_int,
     start,
 )
 from benchmarks.lib.pair import Pair, code_of, describe_drafter, load_pair, load_prompt_ids, target_label
 from benchmarks.lib.report import markdown_table, write_json
-from training.common.commands import exit_status
 
 
 STEPWISE, FUSED = "position by position", "fused"
@@ -178,10 +178,7 @@ def rounds_table(results: list[dict[str, Any]]) -> str:
     return markdown_table(["rows", "temperature", "pairs", *header, "ratio", "interval"], table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ from benchmarks.lib.options import (
     add_output_option,
     add_prompts_option,
     add_run_options,
+    command,
     drafting_arguments,
     positive_int,
     start,
 )
 from benchmarks.lib.pair import Pair, code_of, describe_drafter, load_pair, load_prompts, methods_of, target_label
 from benchmarks.lib.report import latency_tables, partial_path, write_json
-from training.common.commands import exit_status
 
 
 Prompts = dict[str, list[list[int]]]  # token ids by set
@@ -171,10 +171,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"\nwritten to {write_json(path, report)}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.measure import ASSISTED, PLAIN
-from benchmarks.lib.options import RESULTS, CommandParser, positive_int
+from benchmarks.lib.options import RESULTS, CommandParser, command, positive_int
 from benchmarks.lib.report import require_matplotlib
-from training.common.commands import exit_status
 
 
 if TYPE_CHECKING:
@@ -110,10 +109,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"written to {path}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.machine import conditions
-from benchmarks.lib.options import CommandParser, add_model_options, add_run_options, start
+from benchmarks.lib.options import CommandParser, add_model_options, add_run_options, command, start
 from benchmarks.lib.pair import load_pair
 from benchmarks.lib.report import markdown_table, require_matplotlib, write_json
-from training.common.commands import exit_status
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -119,10 +118,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"written to {path}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

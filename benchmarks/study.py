@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.lib.options import CommandParser, add_output_option, add_prompts_option, positive_int
+from benchmarks.lib.options import CommandParser, add_output_option, add_prompts_option, command, positive_int
 from benchmarks.lib.report import require_matplotlib, write_json
 from benchmarks.lib.study_confidence import copy_plots, measure_confidence, unseen_prompts
 from benchmarks.lib.study_data import evaluation_sets, measure, num_answers, references
 from benchmarks.lib.study_report import COMPARED, OURS, plot_study, study_tables
 from benchmarks.lib.work import check_work
-from training.common.commands import exit_status
 from training.common.environment import environment
 from training.common.files import read_jsonl, write_atomically
 from training.common.targets import EMBEDDED_TARGET, load_target
@@ -215,10 +214,7 @@ def run(options: argparse.Namespace) -> None:
         print(*(f"written to {path}" for path in plots), sep="\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

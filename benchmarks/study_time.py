@@ -26,13 +26,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.baselines.autoregressive import EagleDrafter
 from benchmarks.lib.machine import conditions
-from benchmarks.lib.options import CommandParser, add_output_option, add_run_options, positive_int, start
+from benchmarks.lib.options import CommandParser, add_output_option, add_run_options, command, positive_int, start
 from benchmarks.lib.report import markdown_table, write_json
 from modeling_dspark import DSparkModel
 from modeling_dspark.compat_transformers import cache_keyword
 from modeling_dspark.draft_propose import propose
 from modeling_dspark.model_cache import DSparkCache
-from training.common.commands import exit_status
 from training.common.targets import EMBEDDED_TARGET, load_target
 from training.run.architectures import ARCHITECTURES
 
@@ -206,7 +205,8 @@ def run(options: argparse.Namespace) -> None:
         "verify_ms": [round(1000 * verify[n], 3) for n in sorted(verify)],
         "load": machine.load(),
         "results": [
-            {"drafter": name, "steps": result["settings"]["steps"]} | speeds_of(result["acceptance"], draft[name], verify)
+            {"drafter": name, "steps": result["settings"]["steps"]}
+            | speeds_of(result["acceptance"], draft[name], verify)
             for name, result in cases
         ],
     }
@@ -215,10 +215,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"written to {write_json(options.output, content)}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: cannot start, 130: interrupted)."""
-    options = parse_options(argv)
-    return exit_status(lambda: run(options))
+main = command(parse_options, run)
 
 
 if __name__ == "__main__":

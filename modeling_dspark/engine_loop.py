@@ -7,7 +7,6 @@ and leave between rounds. Greedy and sampling, one request and many, drafting an
 Shapes: `R` rows, `N = sum(1 + l_r)` packed tokens, `Q` maximum tokens of a row, `V` vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,9 +16,9 @@ from .draft_binding import DraftBinding
 from .draft_tokens import DraftSampling
 from .engine_counts import RunStatistics
 from .engine_drafts import BlockDrafter
-from .engine_observer import EngineObserver
+from .engine_observer import EngineObserver, checked_observer
 from .engine_processors import RowProcessors
-from .engine_prompts import Piece, check_prompt, prompt_pieces
+from .engine_prompts import Piece, check_prompt, check_sizes, prompt_pieces
 from .engine_request import Request
 from .engine_round import ScheduledDrafts
 from .engine_rows import RowTable
@@ -108,7 +107,7 @@ class Engine:
         config = drafter.config
         cache_length = None if max_length is None else max_length + config.num_block_positions + 1
         self.record_confidence = record_confidence
-        self.observer = observer or EngineObserver()
+        self.observer = checked_observer(observer)
         self.processors = RowProcessors(logits_processor, batch_size)
         self.selector = TokenSelector(
             self.processors, do_sample=do_sample, generator=generator, keep_logits=keep_logits, keep_scores=keep_scores
@@ -200,12 +199,11 @@ class Engine:
             num_draft_positions (`int`, *optional*): Positions to draft per round from now on.
 
         Raises:
-            ValueError: if requests wait for their prefill, or for a context shorter than two tokens.
+            ValueError: if requests wait for their prefill, or a size is out of its range.
         """
-        if self._waiting or context < 2:
-            raise ValueError(
-                f"`fill` needs an engine without waiting requests and `context` of at least 2, got {context}."
-            )
+        check_sizes(num_rows, context, num_draft_positions, block_size=self._block_size)
+        if self._waiting:
+            raise ValueError("`fill` needs an engine without waiting requests; call `step` first.")
         drafting = self.drafting
         if num_draft_positions is not None:
             drafting.settings = replace(drafting.settings, num_assistant_tokens=num_draft_positions)
@@ -238,14 +236,16 @@ class Engine:
         finished = self._prefill_waiting() if self._waiting else []
         if self.rows.requests:
             self.observer.begun(list(self.rows.requests))
+            self._is_settled = False
             lengths = self.packed.cache.rows.lengths
             drafts = self.drafting.draft(self.rows, context=len(lengths) * max(lengths))
             self.observer.drafted(drafts)
             plan, output = self._verify(drafts)
             self.observer.verified(drafts)
             ended = self._accept(drafts, plan, output)
-            self.observer.settled(drafts)
             self._remove(ended)
+            self._is_settled = True
+            self.observer.settled(drafts)
             finished += ended
         return finished
 
@@ -261,12 +261,11 @@ class Engine:
         """
         active = self.rows.requests
         owners = [request.index for request, count in zip(active, drafts.counts, strict=True) for _ in range(count)]
-        scores = self.selector.process(output.logits, _prefixes(active, drafts), owners)
+        scores = self.selector.process(output.logits, lambda: drafts.prefixes(active), owners)
         acceptance = self.selector.accept(drafts, plan, scores.processed)
         outcome = torch.cat([acceptance.num_accepted[:, None], acceptance.next_tokens[:, None]], dim=1)
         table = torch.cat([outcome, drafts.tokens.to(outcome.device)], dim=1).tolist()
         kept = [[*drafted[:count], following] for count, following, _, *drafted in table]
-        self._is_settled = False
         self.packed.advance(plan, [len(tokens) for tokens in kept])
         before = [request.length for request in active]
         finished = self.texts.append(active, kept, plan.offsets, scores=scores)
@@ -277,7 +276,6 @@ class Engine:
             if output.features is not None and not request.finished:
                 first = plan.offsets[row]
                 request.pending.append(output.features[first : first + len(kept[row])])
-        self._is_settled = True
         return finished
 
     def _prefill_waiting(self) -> list[Request]:
@@ -340,15 +338,6 @@ class Engine:
             self.rows.remove(request)
             self.drafting.remove(request)
             del self.processors.num_pads[request.index]
-
-
-def _prefixes(active: list[Request], drafts: ScheduledDrafts) -> Callable[[], list[torch.Tensor]]:
-    """The prefix of every packed position: the text, then the drafts before the position."""
-    return lambda: [
-        torch.cat([request.text, drafts.tokens[row, 1 : 1 + num_drafts]])
-        for row, request in enumerate(active)
-        for num_drafts in range(drafts.counts[row])
-    ]
 
 
 __all__ = ["Engine"]

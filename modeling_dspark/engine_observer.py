@@ -35,4 +35,18 @@ class EngineObserver:
         """Texts have their new tokens, and each request's statistics the round."""
 
 
-__all__ = ["EngineObserver"]
+def checked_observer(observer: EngineObserver | None) -> EngineObserver:
+    """The observer to call, one that does nothing by default.
+
+    Raises:
+        TypeError: for anything without the methods of [`EngineObserver`]; a subclass from another copy of the code has them.
+    """
+    if observer is None:
+        return EngineObserver()
+    stages = [name for name in vars(EngineObserver) if not name.startswith("_")]
+    if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in stages):
+        raise TypeError(f"`observer` must be an instance of a subclass of `EngineObserver`, got {observer!r}.")
+    return observer
+
+
+__all__ = ["EngineObserver", "checked_observer"]

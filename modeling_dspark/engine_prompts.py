@@ -68,4 +68,19 @@ def check_prompt(prompt: Any, max_new_tokens: Any, *, vocab_size: int) -> None:
         raise TypeError(f"`max_new_tokens` must be an integer, got {max_new_tokens!r}.")
 
 
-__all__ = ["Piece", "check_prompt", "prompt_pieces"]
+def check_sizes(num_rows: Any, context: Any, num_draft_positions: Any, *, block_size: int) -> None:
+    """Refuse what an engine cannot be filled with.
+
+    Raises:
+        ValueError: names the ranges and the values.
+    """
+    sizes = (num_rows, context, 0 if num_draft_positions is None else num_draft_positions)
+    are_integers = all(type(size) is int for size in sizes)
+    if not are_integers or sizes[0] < 1 or sizes[1] < 2 or not 0 <= sizes[2] <= block_size:
+        raise ValueError(
+            f"`fill` takes `num_rows` of at least 1, `context` of at least 2 and `num_draft_positions` from 0 to {block_size}, "
+            f"got {num_rows!r}, {context!r} and {num_draft_positions!r}."
+        )
+
+
+__all__ = ["Piece", "check_prompt", "check_sizes", "prompt_pieces"]

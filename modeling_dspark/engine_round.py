@@ -36,6 +36,14 @@ class ScheduledDrafts:
     counts: list[int]
     tokens: torch.Tensor
 
+    def prefixes(self, requests: list[Request]) -> list[torch.Tensor]:
+        """The prefix of every packed position: the text, then the drafts before the position."""
+        return [
+            torch.cat([request.text, self.tokens[row, 1 : 1 + num_drafts]])
+            for row, request in enumerate(requests)
+            for num_drafts in range(self.counts[row])
+        ]
+
 
 def schedule_lengths(
     schedule: Any,

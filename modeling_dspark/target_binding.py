@@ -67,8 +67,11 @@ def check_target(target: PreTrainedModel, config: DSparkConfig) -> None:
     """Refuse a target that the drafter was not made for.
 
     Raises:
+        TypeError: for something other than a model.
         ValueError: names the first field that differs, with both values.
     """
+    if getattr(target, "config", None) is None:
+        raise TypeError(f"`target` must be a causal language model of Transformers, got {type(target).__name__}.")
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"A DSpark drafter assists decoder-only targets; {type(target).__name__} is an encoder-decoder model."

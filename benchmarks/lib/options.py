@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 import training
 from benchmarks.lib.machine import Machine
-from training.common.commands import HelpFormatter
+from training.common.commands import HelpFormatter, exit_status
 from training.common.targets import EMBEDDED_TARGET
 
 
@@ -137,7 +137,20 @@ def add_prompts_option(parser: Any, flags: Sequence[str] = ("--prompts",)) -> No
     parser.add_argument(*flags, default=str(EVAL_PROMPTS), help="JSONL file with `turns`, grouped by `source`")
 
 
+def command(
+    parse_options: Callable[[list[str] | None], argparse.Namespace], run: Callable[[argparse.Namespace], object]
+) -> Callable[..., int]:
+    """The `main(argv)` of a benchmark; it returns the exit status (2: cannot start, 130: interrupted)."""
+
+    def main(argv: list[str] | None = None) -> int:
+        options = parse_options(argv)
+        return exit_status(lambda: run(options))
+
+    return main
+
+
 __all__ = [
+    "command",
     *("DEFAULT_DRAFTER", "DTYPES", "EVAL_PROMPTS", "RESULTS", "CommandParser", "add_drafting_options"),
     *("add_model_options", "add_output_option", "add_prompts_option", "add_run_options", "drafting_arguments"),
     *("positive_int", "positive_seconds", "start"),

@@ -4,6 +4,7 @@ The reference is plain `generate` on each prompt alone, without padding. Where r
 on the same batch too, whose padding behind finished rows is part of its output.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -17,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from modeling_dspark import CostProfile, Engine, Schedule, engine_drafts, engine_loop, engine_profile
+from modeling_dspark import CostProfile, Engine, EngineObserver, Schedule, engine_drafts, engine_loop, engine_profile
 from modeling_dspark.schedule_costs import Curve
 from modeling_dspark.schedule_settings import DraftSettings
 from modeling_dspark.target_packed import why_not_packable
@@ -669,12 +670,56 @@ class TestNothingIsChanged:
         assert generation.to_dict() == before
 
 
+def finish(engine):
+    while engine.requests:
+        engine.step()
+
+
 class TestEngine:
     """Requests that join and leave at any time get the texts they would get alone."""
 
     def engine(self, drafter, target, schedule, costs, **kwargs):
         settings = DraftSettings(4, schedule_of(schedule), 0.5)
         return Engine(drafter, target, settings=settings, costs=costs, **kwargs)
+
+    @pytest.mark.parametrize("stage", ["begun", "encoded", "scored", "drafted", "verified", "settled"])
+    def test_after_an_observer_that_raises_there_is_no_wrong_text(self, stage, fake_costs):
+        """In whichever round it raises, the engine either refuses to go on or gives the text of the target."""
+        target, text = target_of("llama"), texts_of("llama")[0]
+        for round_ in range(1, 5):
+
+            class Observer(EngineObserver):
+                calls = 0
+
+            def fail(self, *_, round_=round_):
+                self.calls += 1
+                if self.calls == round_:
+                    raise OSError(stage)
+
+            setattr(Observer, stage, fail)
+            drafter = wrong_drafter(target, PROMPTS, texts_of("llama"))
+            engine = self.engine(drafter, target, "fixed", fake_costs, observer=Observer())
+            request = engine.add_request(torch.tensor(PROMPTS[0]), max_new_tokens=len(text))
+            with pytest.raises(OSError, match=stage):
+                finish(engine)
+            with contextlib.suppress(RuntimeError):  # "An exception interrupted an earlier step of this engine"
+                finish(engine)
+                assert request.tokens.tolist() == text
+
+    @pytest.mark.parametrize("observer", [3, [], object(), EngineObserver])
+    def test_what_cannot_observe_is_refused(self, observer, fake_costs):
+        target = target_of("llama")
+        with pytest.raises(TypeError, match="`observer` must be an instance"):
+            self.engine(tiny_drafter(target), target, "fixed", fake_costs, observer=observer)
+
+    @pytest.mark.parametrize(
+        "sizes", [(0, 9, None), (1.5, 9, None), (1, 1, None), (1, 2.5, None), (1, 9, 99), (1, 9, -1)]
+    )
+    def test_sizes_that_cannot_be_filled_are_refused(self, sizes, fake_costs):
+        target = target_of("llama")
+        engine = self.engine(tiny_drafter(target), target, "fixed", fake_costs)
+        with pytest.raises(ValueError, match="`fill` takes `num_rows` of at least 1"):
+            engine.fill(sizes[0], context=sizes[1], num_draft_positions=sizes[2])
 
     def run(self, engine, arrivals):
         """Texts by name; `arrivals` is a list of `(round, name, prompt, number of tokens)`."""

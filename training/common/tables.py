@@ -74,7 +74,10 @@ def _overall_line(overall: dict[str, Any]) -> str:
     if gap is not None:
         differences += f" (two logits at most {gap:.4g} apart at the first difference)"
     acceptance = by_position(overall["acceptance_rate_by_position"], overall["tried_by_position"])
-    return "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance rate by position {acceptance}", differences]) + "."
+    return (
+        "; ".join([*ratios, f"tau {overall['tau']:.2f}", f"acceptance rate by position {acceptance}", differences])
+        + "."
+    )
 
 
 def _in_brackets(interval: list[float] | None) -> str:
