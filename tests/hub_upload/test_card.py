@@ -427,7 +427,7 @@ class TestPackage:
         write_card(folder)
         text = (folder / "README.md").read_text()
         (folder / "README.md").write_text(text.replace("| letters ", "| letters!"))
-        with pytest.raises(ValueError, match=r"README\.md` is not what.*hub_upload card"):
+        with pytest.raises(ValueError, match=r"README\.md` is not what.*dspark card"):
             package(folder, tmp_path / "out")
         (folder / "README.md").write_text(text)
         edit(tmp_path / "greedy.json", lambda report: report["settings"].update(max_new_tokens=777))

@@ -82,7 +82,7 @@ def test_all_that_is_wrong_is_listed(small):
 
 def test_a_drafter_that_was_not_packaged(small, tmp_path):
     (small / "modeling_dspark.py").unlink()
-    with pytest.raises(ValueError, match=r"no modeling_dspark\.py.*hub_upload package"):
+    with pytest.raises(ValueError, match=r"no modeling_dspark\.py.*dspark package"):
         checked_files(small)
     with pytest.raises(ValueError, match="there is no folder"):
         checked_files(tmp_path / "nowhere")
