@@ -226,7 +226,7 @@ class Engine:
         """Prefill the new requests, then advance every request by one round; returns the requests that finished.
 
         Raises:
-            RuntimeError: if an exception of a processor or criterion has interrupted an earlier step.
+            RuntimeError: if an exception (of a processor, a schedule, an observer, ...) has interrupted an earlier step.
         """
         if not self._is_settled:
             raise RuntimeError(

@@ -71,18 +71,19 @@ def why_not_fused(drafter: Drafter, logits_dtype: torch.dtype, *, choice: str = 
         return "the drafter has a custom `head_step` or `to_target_ids`"
     if not all(_is_plain(module) for module in (head, drafter.confidence_head) if module is not None):
         return "its heads do more than their weights say: an adapter, a hook, quantisation"
+    weight = head.markov_w2.weight
     weights = [
-        item for item in head_weights(drafter).values() if isinstance(item, torch.Tensor) and item.is_floating_point()
+        item for module in (head, drafter.confidence_head) if module is not None for item in module.parameters()
     ]
-    dtypes, devices = {logits_dtype, *(item.dtype for item in weights)}, {device, *(item.device for item in weights)}
-    if not serves(*weights) or len(dtypes | devices) > 2 or torch.is_autocast_enabled(device.type):
+    is_alike = serves(*weights) and (weight.dtype, weight.device) == (logits_dtype, device)
+    if not is_alike or torch.is_autocast_enabled(device.type):
         reason = (
-            f"it needs the target's logits ({logits_dtype}) and the drafter's weights ({head.markov_w2.weight.dtype}) on one "
+            f"it needs the target's logits ({logits_dtype}) and the drafter's weights ({weight.dtype}) on one "
             "device and in one dtype, which is fp32, bf16 or fp16; load both models with the same `dtype=`, and leave out autocast"
         )
         logger.warning_once(f"The fused sequential head is not used, and drafting is a little slower: {reason}.")
         return reason
-    if backend_for(device, logits_dtype, head.markov_w2.weight.shape[1], choice=choice) is None:
+    if backend_for(device, weight.dtype, weight.shape[1], choice=choice) is None:
         return "no backend could be made; a warning above names the reason"
     return None
 
