@@ -158,12 +158,13 @@ class BlockDrafter:
 
     def _num_draft_positions(self, num_rows: int, num_drafting: int, seconds: RoundSeconds | None) -> int:
         """Positions to draft: all that are allowed, or with costs the number that pays."""
-        if self._gate is not None and seconds is not None:
-            self._last_num_positions = self._block_length.choose(
-                num_rows=num_rows,
-                num_drafting=num_drafting,
-                seconds=lambda tokens, positions: seconds(tokens, num_drafting, positions),
-            )
+        if self._gate is None or seconds is None:
+            return self.settings.num_assistant_tokens
+        self._last_num_positions = self._block_length.choose(
+            num_rows=num_rows,
+            num_drafting=num_drafting,
+            seconds=lambda tokens, positions: seconds(tokens, num_drafting, positions),
+        )
         return self._last_num_positions
 
     def _append_pending(self, request: Request) -> None:
